@@ -1,0 +1,1 @@
+"""The Rego policy package, shipped as package data."""

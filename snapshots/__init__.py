@@ -1,0 +1,1 @@
+"""Memory snapshots of a live engine: capture, diff, verdict."""
