@@ -1,0 +1,218 @@
+"""The agent: starts and watches the processes, runs one transaction at a time, answers questions."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from patchctl import __version__
+from patchctl.agent.context import HostContext
+from patchctl.agent.deploy import Deploy
+from patchctl.agent.inbox import Inbox
+from patchctl.agent.operation import Operation
+from patchctl.agent.rollback import OperatorRollback
+from patchctl.errors import ExitCode, PatchctlError
+from patchctl.journal.journal import Journal
+from patchctl.journal.record import TransactionRecord
+from patchctl.transaction.machine import EXIT_CODES, Kind, Step
+from patchctl.transaction.runner import Ending, StepFunction, run_transaction
+
+_POLL_S = 0.2
+# A build that cannot stay up must not be restarted for ever: five tries a minute, then the agent ends.
+_RESTARTS_MAX = 5
+_RESTART_WINDOW_S = 60.0
+
+
+class Work(Protocol):
+    """A kind of transaction: its steps, and what to release when it ended."""
+
+    def steps(self) -> Mapping[Step, StepFunction]:
+        """The function of every step in the machine's table."""
+
+    def close(self) -> None:
+        """Called once, whatever the end."""
+
+
+class Agent:
+    """One per engine host. Thread-safe; a transaction runs in its own thread."""
+
+    def __init__(self, context: HostContext, url: str) -> None:
+        self._context = context
+        self._url = url
+        self._operations: dict[str, Operation] = {}
+        self._worker: threading.Thread | None = None
+        self._restarts: deque[float] = deque(maxlen=_RESTARTS_MAX)
+        self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self.failed: PatchctlError | None = None
+        self.on_failed: Callable[[], None] = lambda: None
+
+    @property
+    def journal(self) -> Journal:
+        """The host's journal."""
+        return self._context.journal
+
+    @property
+    def inbox(self) -> Inbox:
+        """Where uploads arrive."""
+        return self._context.inbox
+
+    def start(self) -> None:
+        """Begin to watch the processes."""
+        self._supervisor.start()
+
+    def stop(self) -> None:
+        """Let a running transaction go back, then end the processes."""
+        self._context.stopping.set()
+        if self._worker is not None:
+            self._worker.join()
+        self._context.watch.stop()
+        self._context.host.stop()
+        self._context.policy_engine.close()
+        self._context.journal.close()
+
+    # -- operations
+
+    def deploy(self, op_id: str, actor: str) -> Operation:
+        """Start a deploy of the upload ``op_id``, or join the one already running under that id."""
+        return self._run(Kind.DEPLOY, op_id, actor, lambda record: Deploy(self._context, record))
+
+    def rollback(self, op_id: str, actor: str, to: int | None) -> Operation:
+        """Start a rollback to generation ``to`` (None: the build before)."""
+        return self._run(Kind.ROLLBACK, op_id, actor, lambda record: OperatorRollback(self._context, record, to))
+
+    def _run(self, kind: Kind, op_id: str, actor: str, make: Callable[[TransactionRecord], Work]) -> Operation:
+        record, is_new = self.journal.begin(kind, op_id=op_id, actor=actor)
+        if not is_new:
+            return self._operations.get(record.id) or self._ended(record)
+        operation = self._operations[record.id] = Operation(record.id)
+        self._worker = threading.Thread(
+            target=self._work, args=(record, make(record), operation), name=record.id, daemon=True
+        )
+        self._worker.start()
+        return operation
+
+    def _work(self, record: TransactionRecord, work: Work, operation: Operation) -> None:
+        try:
+            ending = run_transaction(record, work.steps(), self.journal, operation.emit)
+            operation.finish(self._end_event(ending))
+        finally:
+            work.close()
+
+    def _ended(self, record: TransactionRecord) -> Operation:
+        """The stored result of an operation this agent ran before it was asked again."""
+        operation = Operation(record.id)
+        error = None
+        if record.error is not None:
+            error = PatchctlError(**{**record.error, "exit_code": ExitCode(record.error["exit_code"])})
+        operation.finish(self._end_event(Ending(state=record.state, error=error)))  # type: ignore[arg-type]
+        return operation
+
+    def _end_event(self, ending: Ending) -> dict[str, Any]:
+        active = self.journal.committed()
+        fallback = ending.error.exit_code if ending.error else ExitCode.INTERNAL
+        return {
+            "event": "end",
+            "state": ending.state,
+            "exit_code": int(EXIT_CODES.get(ending.state, fallback)),
+            "active": f"{active.version} (generation {active.number})" if active else "none",
+            "reasons": [] if ending.error is None else [ending.error.why],
+            "error": None if ending.error is None else ending.error.as_dict(),
+        }
+
+    # -- questions
+
+    def status(self) -> dict[str, Any]:
+        """What serves, what is resident, what runs."""
+        context = self._context
+        generations = self.journal.generations()
+        active = next((entry for entry in generations if entry.number == context.host.active_generation), None)
+        running = next((record.id for record in self.journal.history(1) if record.state == "running"), None)
+        front = context.host.front_stats()
+        return {
+            "schema": 1,
+            "agent": {"pid": os.getpid(), "version": __version__},
+            "url": self._url,
+            "environment": context.settings.environment,
+            "active": None
+            if active is None
+            else {"generation": active.number, "digest": active.digest, "version": active.version},
+            "transaction": running,
+            "processes": context.host.processes.pids,
+            "memory_bytes": context.watch.memory_bytes(),
+            "requests": {
+                "completed": front["requests_completed"],
+                "failed": front["requests_failed"],
+                "inflight": front["inflight"],
+            },
+            "generations": [msgspec.to_builtins(entry) for entry in generations],
+        }
+
+    def transaction(self, identifier: str) -> dict[str, Any]:
+        """One transaction with its steps.
+
+        Raises:
+            PatchctlError: ``transaction.unknown`` (exit 3).
+        """
+        record = self.journal.transaction(identifier)
+        if record is None:
+            raise PatchctlError(
+                code="transaction.unknown",
+                what="there is no such transaction",
+                why=f"the journal of this host has no {identifier!r}",
+                exit_code=ExitCode.NOT_FOUND,
+                next_command="patchctl history",
+            )
+        found: dict[str, Any] = msgspec.to_builtins(record)
+        return found
+
+    # -- supervision
+
+    def restart(self) -> None:
+        """Replace both processes and serve the last committed build.
+
+        Raises:
+            PatchctlError: the committed build cannot be loaded: nothing serves, a human must act.
+        """
+        context = self._context
+        committed = self.journal.committed()
+        assert committed is not None
+        context.watch.pause()
+        context.host.stop()
+        context.host.start(committed.number, context.store.path(committed.digest), committed.digest)
+        context.watch.resume()
+
+    def _supervise(self) -> None:
+        while not self._context.stopping.wait(_POLL_S):
+            try:
+                dead = self._context.host.processes.dead()
+            except PatchctlError:
+                continue
+            if not dead:
+                continue
+            now = time.monotonic()
+            if len(self._restarts) == _RESTARTS_MAX and now - self._restarts[0] < _RESTART_WINDOW_S:
+                self._give_up(f"the {dead} process died {_RESTARTS_MAX + 1} times within {_RESTART_WINDOW_S:.0f} s")
+                return
+            self._restarts.append(now)
+            try:
+                self.restart()
+            except PatchctlError as error:
+                self._give_up(str(error))
+                return
+
+    def _give_up(self, why: str) -> None:
+        self.failed = PatchctlError(
+            code="host.cannot_serve",
+            what="the engine host stopped",
+            why=why,
+            exit_code=ExitCode.ROLLBACK_INCOMPLETE,
+            serving="nothing from this host: take it out of rotation",
+            next_command="patchctl history; then patchctl engine serve …",
+        )
+        self.on_failed()

@@ -1,0 +1,88 @@
+"""BAKE: the new generation serves on probation while its failures and its memory are watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from patchctl.agent.context import HostContext
+from patchctl.agent.evidence import Evidence
+from patchctl.agent.watch import monotonic_s
+from patchctl.errors import ExitCode, PatchctlError
+
+# How often failures are looked at; the rollback follows within one step boundary plus this.
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What must not move while a generation is on probation, and what must."""
+
+    requests_completed: int
+    requests_failed: int
+    nonfinite_rows: int
+
+
+def breach(before: Counters, now: Counters) -> str:
+    """Why the probation ends at once, or "". Pure."""
+    if now.nonfinite_rows > before.nonfinite_rows:
+        return f"{now.nonfinite_rows - before.nonfinite_rows} rows of non-finite logits"
+    if now.requests_failed > before.requests_failed:
+        return f"{now.requests_failed - before.requests_failed} requests failed"
+    return ""
+
+
+def bake(context: HostContext, evidence: Evidence, *, generation: int) -> dict[str, Any]:
+    """Wait out the settle time and the growth window.
+
+    Raises:
+        PatchctlError: ``bake.breach`` as soon as a failure is seen, ``bake.too_few_requests`` when traffic
+            is too thin for a verdict, ``host.stopping``.
+    """
+    limits = context.settings.bake
+    before = _counters(context)
+    settle_end = monotonic_s() + limits.settle_s_max
+    while _old_responses(context, generation) and monotonic_s() < settle_end:
+        _look(context, before)
+    evidence.begin_after_window()
+    started, start = monotonic_s(), _counters(context)
+    while True:
+        now = _look(context, before)
+        baked_s = monotonic_s() - started
+        requests = now.requests_completed - start.requests_completed
+        if baked_s >= limits.bake_s and requests >= limits.requests_min:
+            return {"note": f"{requests} requests in {baked_s:.1f} s, none failed", "requests": requests}
+        if baked_s >= limits.bake_s_max:
+            raise _not_baked(
+                "bake.too_few_requests", f"{requests} requests in {baked_s:.0f} s, {limits.requests_min} are needed"
+            )
+
+
+def _look(context: HostContext, before: Counters) -> Counters:
+    context.sleep(_LOOK_S)
+    now = _counters(context)
+    if why := breach(before, now):
+        raise _not_baked("bake.breach", why)
+    return now
+
+
+def _counters(context: HostContext) -> Counters:
+    front, engine = context.host.front_stats(), context.host.engine_stats()
+    return Counters(front["requests_completed"], front["requests_failed"], engine["nonfinite_rows"])
+
+
+def _old_responses(context: HostContext, generation: int) -> int:
+    """Responses still running on another generation's request path."""
+    paths = context.host.front_stats()["paths"]
+    return sum(path["responses_open"] for path in paths if path["generation"] != generation)
+
+
+def _not_baked(code: str, why: str) -> PatchctlError:
+    return PatchctlError(
+        code=code,
+        what="the new generation did not pass its probation",
+        why=why,
+        exit_code=ExitCode.ROLLED_BACK,
+        serving="the build that served before, after the exchange back",
+        next_command="patchctl history -o json",
+    )

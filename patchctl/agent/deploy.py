@@ -1,0 +1,293 @@
+"""The steps of a deploy, in the order of the machine's table. Each does one thing and reports its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchctl.admission.gate import decide, require_allow
+from patchctl.admission.log import DecisionLog
+from patchctl.agent.bake import bake
+from patchctl.agent.context import HostContext, unix_now
+from patchctl.agent.evidence import Evidence
+from patchctl.agent.facts import gather
+from patchctl.agent.stager import stage_in_child
+from patchctl.bundle.read import PatchFile
+from patchctl.claims import first_difference
+from patchctl.errors import ExitCode, PatchctlError
+from patchctl.journal.record import GenerationRecord, TransactionRecord
+from patchctl.transaction.machine import Outcome, Step
+from patchctl.transaction.runner import StepFunction, StepResult
+from patchctl.trust.freshness import FreshnessState
+from patchctl.trust.verify import VerifiedStatement, verify_file
+
+_SERVING = "the active generation, untouched"
+
+
+@dataclass(slots=True)
+class _Staged:
+    """The new generation while the transaction runs."""
+
+    number: int
+    folder: Path
+    old: GenerationRecord
+
+
+class Deploy:
+    """One deploy: owns the patch file's descriptor from hash to use, and the staged generation."""
+
+    def __init__(self, context: HostContext, record: TransactionRecord) -> None:
+        self._context = context
+        self._record = record
+        self._opened: PatchFile | None = None
+        self._verified: VerifiedStatement | None = None
+        self._loaded: _Staged | None = None
+        self._evidence = Evidence(context, record.id)
+        self._freshness = FreshnessState(context.home.freshness)
+
+    def steps(self) -> Mapping[Step, StepFunction]:
+        """The functions of the machine's steps."""
+        return {
+            Step.VERIFY: self._verify,
+            Step.GATE: self._gate,
+            Step.STAGE: self._stage,
+            Step.SNAPSHOT_BEFORE: self._snapshot_before,
+            Step.SWAP: self._swap,
+            Step.BAKE: self._bake,
+            Step.SNAPSHOT_AFTER: self._snapshot_after,
+            Step.VERDICT: self._verdict,
+            Step.COMMIT: self._commit,
+            Step.ROLLBACK: self._rollback,
+            Step.DISCARD: self._discard,
+        }
+
+    def close(self) -> None:
+        """Release the patch file and forget the upload."""
+        if self._opened is not None:
+            self._opened.close()
+        self._context.inbox.clear(self._record.op_id)
+
+    # -- before anything changes
+
+    def _verify(self) -> StepResult:
+        inbox, op_id = self._context.inbox, self._record.op_id
+        self._opened = patch = PatchFile.open(inbox.path(op_id, "patch"))
+        config = patch.config
+        self._verified = statement = verify_file(
+            self._context.trusted_roots,
+            inbox.path(op_id, "attestations"),
+            patch.manifest_digest,
+        )
+        if field := first_difference(config, statement.predicate):
+            raise _mismatch(field)
+        self._context.journal.describe(
+            self._record.id,
+            patch_id=config.patch_id,
+            base_digest=config.base_digest,
+            target_digest=config.target_digest,
+        )
+        serving = self._serving()
+        if serving.digest != config.base_digest:
+            raise PatchctlError(
+                code="patch.wrong_base",
+                what="the patch was not applied",
+                why=f"it is made for {config.base_digest}, but {serving.digest} serves",
+                exit_code=ExitCode.INCOMPATIBLE,
+                serving=_SERVING,
+                next_command="patchctl status",
+            )
+        return StepResult(
+            data={
+                "note": f"signed by {statement.identity}, log index {statement.log_index}",
+                "domain": statement.domain,
+                "issuer": statement.issuer,
+                "identity": statement.identity,
+                "manifest_digest": patch.manifest_digest,
+                "patch_bytes": patch.size_bytes,
+            }
+        )
+
+    def _gate(self) -> StepResult:
+        decision = self._decide("apply", "not_run")
+        data = {
+            "note": f"{decision.outcome}: {len(decision.passed)} checks passed ({decision.engine})",
+            "outcome": decision.outcome,
+            "denied": [finding.id for finding in decision.denied],
+            "held": [finding.id for finding in decision.held],
+            "policy_digest": decision.policy_digest,
+            "input_digest": decision.input_digest,
+        }
+        try:
+            require_allow(decision, serving=_SERVING, next_command="patchctl history -o json")
+        except PatchctlError as error:
+            return StepResult(Outcome.HOLD if decision.outcome == "hold" else Outcome.FAILED, data, error)
+        return StepResult(data=data)
+
+    def _decide(self, action: Any, memory: Any) -> Any:
+        context, config = self._context, self._patch.config
+        facts = gather(
+            context,
+            action=action,
+            actor=self._record.actor,
+            patch=self._patch,
+            statement=self._statement,
+            serving=self._serving(),
+            highest_sequence=self._freshness.highest(config.channel, context.settings.target),
+            memory=memory,
+        )
+        decision = decide(facts, context.policy, context.policy_engine)
+        DecisionLog(context.home.decisions).append(unix_now(), decision)
+        return decision
+
+    def _stage(self) -> StepResult:
+        context, patch = self._context, self._patch
+        config, old = patch.config, self._serving()
+        context.check_not_stopping()
+        self._evidence.begin_before_window()
+        number = context.journal.add_generation(config.target_digest, config.target_manifest.version, self._record.id)
+        self._loaded = staged = _Staged(number, context.store.path(config.target_digest), old)
+        child = stage_in_child(patch.fd, context.store.path(old.digest), context.home.store)
+        report = context.host.stage(number, staged.folder, config.target_digest)
+        if report["golden"] != child["golden"]:
+            raise PatchctlError(
+                code="stage.golden_differs",
+                what="the staged generation was not accepted",
+                why="its graphs answer the golden prompt with other tokens than the build does in the stager",
+                exit_code=ExitCode.INCOMPATIBLE,
+                serving=_SERVING,
+                next_command="patchctl history -o json",
+            )
+        note = f"generation {number}, {report['mode']}; load {report['load_ms']:.0f} ms, "
+        note += f"capture {report['capture_ms']:.0f} ms"
+        return StepResult(data={"note": note, "generation": number, **report})
+
+    def _snapshot_before(self) -> StepResult:
+        return StepResult(data=self._evidence.take_before(old=self._staged.old.number, new=self._staged.number))
+
+    # -- the new generation serves, on probation
+
+    def _swap(self) -> StepResult:
+        self._context.check_not_stopping()
+        data = self._context.host.swap(self._staged.number)
+        return StepResult(data={"note": f"exchange {data.get('exchange_us', 0):.0f} µs", **data})
+
+    def _bake(self) -> StepResult:
+        return StepResult(data=bake(self._context, self._evidence, generation=self._staged.number))
+
+    def _snapshot_after(self) -> StepResult:
+        return StepResult(data=self._evidence.take_after(old=self._staged.old.number, new=self._staged.number))
+
+    def _verdict(self) -> StepResult:
+        verdict = self._evidence.judge(self._patch.config.declared)
+        data = {"note": f"{verdict.outcome}: {verdict.headline}", **verdict.as_dict()}
+        if verdict.outcome == "commit":
+            decision = self._decide("promote", "commit")
+            if decision.outcome == "allow":
+                return StepResult(data=data)
+            why = "; ".join(f"{finding.id}: {finding.message}" for finding in decision.reasons)
+            error = _not_committed("gate.promote_refused", why)
+            return StepResult(Outcome.HOLD if decision.outcome == "hold" else Outcome.FAILED, data, error)
+        error = _not_committed(f"verdict.{verdict.outcome}", "; ".join(verdict.reasons))
+        return StepResult(Outcome.HOLD if verdict.outcome == "hold" else Outcome.FAILED, data, error)
+
+    def _commit(self) -> StepResult:
+        context, config, staged = self._context, self._patch.config, self._staged
+        data: dict[str, Any] = {"note": f"generation {staged.number} is the active build", "generation": staged.number}
+        # The freshness ledger first: a crash in between leaves a sequence spent on a build that is
+        # not committed, which is refused as a replay later; the other order could accept it twice.
+        self._freshness.accept(config.channel, context.settings.target, config.sequence)
+        context.journal.commit_generation(staged.number, self._record.id, data)
+        _release_quietly(context, staged.old.number)
+        return StepResult(data=data)
+
+    # -- ways back
+
+    def _rollback(self) -> StepResult:
+        context, staged = self._context, self._staged
+        data = go_back(context, staged.old.number, staged.number)
+        context.journal.drop_generation(staged.number, "rolled-back")
+        return StepResult(data=data)
+
+    def _discard(self) -> StepResult:
+        if self._loaded is None:
+            return StepResult(data={"note": "nothing was staged"})
+        _release_quietly(self._context, self._staged.number)
+        self._context.journal.drop_generation(self._staged.number, "discarded")
+        return StepResult(data={"note": f"generation {self._staged.number} freed; the active build never changed"})
+
+    # What earlier steps left; the machine's table guarantees the order.
+
+    @property
+    def _patch(self) -> PatchFile:
+        assert self._opened is not None
+        return self._opened
+
+    @property
+    def _statement(self) -> VerifiedStatement:
+        assert self._verified is not None
+        return self._verified
+
+    @property
+    def _staged(self) -> _Staged:
+        assert self._loaded is not None
+        return self._loaded
+
+    def _serving(self) -> GenerationRecord:
+        """The committed generation: what serves outside a transaction's probation."""
+        serving = self._context.journal.committed()
+        assert serving is not None
+        return serving
+
+
+def go_back(context: HostContext, old: int, new: int) -> dict[str, Any]:
+    """Exchange back to ``old`` and free ``new``; restart on the committed build if that fails.
+
+    Raises:
+        PatchctlError: neither worked: the host serves nothing whole, a human must act.
+    """
+    try:
+        if context.host.active_generation != old or new == context.host.engine_stats()["active_generation"]:
+            data = context.host.swap(old)
+        else:
+            data = {}
+        _release_quietly(context, new)
+    except PatchctlError as error:
+        context.restart()
+        return {"note": f"exchange back failed ({error.code}); restarted on the committed build", "restarted": True}
+    note = f"generation {old} serves again"
+    if data:
+        note += f", exchange {data.get('exchange_us', 0):.0f} µs"
+    return {"note": note, "generation": old, **data}
+
+
+def _release_quietly(context: HostContext, generation: int) -> None:
+    """Free a generation that no longer matters; a process that died has freed it already."""
+    try:
+        context.host.release(generation)
+    except PatchctlError as error:
+        if error.code not in ("engine.unknown_generation", "front.unknown_generation", "host.process_gone"):
+            raise
+
+
+def _mismatch(name: str) -> PatchctlError:
+    return PatchctlError(
+        code="patch.statement_mismatch",
+        what="the patch was refused",
+        why=f"the signed statement and the patch file disagree on {name}",
+        exit_code=ExitCode.SIGNATURE,
+        serving=_SERVING,
+        next_command="patchctl inspect FILE",
+    )
+
+
+def _not_committed(code: str, why: str) -> PatchctlError:
+    return PatchctlError(
+        code=code,
+        what="the patch was not committed",
+        why=why,
+        exit_code=ExitCode.ROLLED_BACK,
+        serving="the build that served before, after the exchange back",
+        next_command="patchctl history -o json",
+    )

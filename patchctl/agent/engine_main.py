@@ -1,0 +1,14 @@
+"""Entry point of the engine process: joins the engine with the snapshot hooks it may not import."""
+
+from __future__ import annotations
+
+import sys
+
+from engine.process import run
+
+from snapshots.capture.pages import arm_self
+from snapshots.capture.state import digest_tensors
+
+if __name__ == "__main__":
+    data_fd, control_fd = (int(argument) for argument in sys.argv[1:])
+    sys.exit(run(data_fd, control_fd, arm=lambda: arm_self().as_dict(), digest_tensors=digest_tensors))

@@ -1,0 +1,12 @@
+"""Entry point of the front process: joins the front with the snapshot hook it may not import."""
+
+from __future__ import annotations
+
+import sys
+
+from engine.front.process import run
+from snapshots.capture.pages import arm_self
+
+if __name__ == "__main__":
+    data_fd, control_fd, listen_fd = (int(argument) for argument in sys.argv[1:])
+    sys.exit(run(data_fd, control_fd, listen_fd, arm=lambda: arm_self().as_dict()))

@@ -1,0 +1,130 @@
+"""The steps of an operator's rollback: a recorded build, by name, with nothing but this host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.build import BuildInvalidError
+from patchctl.agent.context import HostContext
+from patchctl.agent.deploy import go_back
+from patchctl.errors import ExitCode, PatchctlError
+from patchctl.journal.record import GenerationRecord, TransactionRecord
+from patchctl.transaction.machine import Step
+from patchctl.transaction.runner import StepFunction, StepResult
+
+
+def choose_target(
+    generations: Sequence[GenerationRecord], active: GenerationRecord, to: int | None
+) -> GenerationRecord:
+    """The generation to return to. Pure.
+
+    Without a name it is the build first committed before the active build was: a second rollback so
+    goes further back, and never toggles to the build the first one left.
+
+    Raises:
+        PatchctlError: ``rollback.no_target`` (exit 3) with the generations that can be named.
+    """
+    committed = [entry for entry in generations if entry.committed_unix_ns is not None]
+    first: dict[str, GenerationRecord] = {}
+    for entry in committed:
+        first.setdefault(entry.digest, entry)
+    if to is None:
+        earlier = [entry for entry in first.values() if entry.number < first[active.digest].number]
+        if earlier:
+            return max(earlier, key=lambda entry: entry.number)
+        why = "no build was committed before the active one"
+    else:
+        for entry in committed:
+            if entry.number == to and entry.digest != active.digest:
+                return entry
+        why = f"generation {to} is not a committed build other than the active one"
+    names = ", ".join(f"{entry.number} ({entry.version})" for entry in committed if entry.digest != active.digest)
+    raise PatchctlError(
+        code="rollback.no_target",
+        what="nothing was rolled back",
+        why=f"{why}; generations to choose from: {names or 'none'}",
+        exit_code=ExitCode.NOT_FOUND,
+        serving=f"generation {active.number} ({active.version}), untouched",
+        next_command="patchctl status",
+    )
+
+
+class OperatorRollback:
+    """Re-stages a recorded build from the store, exchanges to it and commits it.
+
+    No gate, bake or verdict: the build was verified, gated and judged when it was first committed,
+    and this must work with registry, log, policy server and network gone.
+    """
+
+    def __init__(self, context: HostContext, record: TransactionRecord, to: int | None) -> None:
+        self._context = context
+        self._record = record
+        self._to = to
+        self._number = 0
+        committed = context.journal.committed()
+        assert committed is not None  # a host that answers has a committed build
+        self._active = committed
+        self._target = committed
+
+    def steps(self) -> Mapping[Step, StepFunction]:
+        """The functions of the machine's steps."""
+        return {
+            Step.VERIFY: self._verify,
+            Step.STAGE: self._stage,
+            Step.SWAP: self._swap,
+            Step.COMMIT: self._commit,
+            Step.ROLLBACK: self._rollback,
+            Step.DISCARD: self._discard,
+        }
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _verify(self) -> StepResult:
+        journal = self._context.journal
+        active = self._active
+        target = self._target = choose_target(journal.generations(), active, self._to)
+        try:
+            self._context.store.verify(target.digest)
+        except BuildInvalidError as error:
+            raise PatchctlError(
+                code="store.build_damaged",
+                what=f"generation {target.number} was not loaded",
+                why=str(error),
+                exit_code=ExitCode.SIGNATURE,
+                serving=f"generation {active.number} ({active.version}), untouched",
+                next_command="patchctl status, then rollback --to another generation",
+            ) from error
+        journal.describe(
+            self._record.id,
+            patch_id=f"rollback-to-{target.version}",
+            base_digest=active.digest,
+            target_digest=target.digest,
+        )
+        return StepResult(data={"note": f"generation {target.number} ({target.version}) re-hashed, intact"})
+
+    def _stage(self) -> StepResult:
+        context, target = self._context, self._target
+        context.check_not_stopping()
+        self._number = context.journal.add_generation(target.digest, target.version, self._record.id)
+        report = context.host.stage(self._number, context.store.path(target.digest), target.digest)
+        return StepResult(data={"note": f"generation {self._number}, {report['mode']}", **report})
+
+    def _swap(self) -> StepResult:
+        data = self._context.host.swap(self._number)
+        return StepResult(data={"note": f"exchange {data.get('exchange_us', 0):.0f} µs", **data})
+
+    def _commit(self) -> StepResult:
+        data = {"note": f"generation {self._number} is the active build", "generation": self._number}
+        self._context.journal.commit_generation(self._number, self._record.id, data)
+        self._context.host.release(self._active.number)
+        return StepResult(data=data)
+
+    def _rollback(self) -> StepResult:
+        data = go_back(self._context, self._active.number, self._number)
+        self._context.journal.drop_generation(self._number, "rolled-back")
+        return StepResult(data=data)
+
+    def _discard(self) -> StepResult:
+        self._context.journal.drop_generation(self._number, "discarded")
+        return StepResult(data={"note": "the active build never changed"})

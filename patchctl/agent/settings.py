@@ -1,0 +1,45 @@
+"""What an engine host is told when it starts; nothing here can be changed by a client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Environment = Literal["production", "staging", "lab"]
+
+
+@dataclass(frozen=True, slots=True)
+class BakeLimits:
+    """How long a new generation is watched before the verdict.
+
+    Attributes:
+        settle_s_max: the wait for responses that began on the old request path; 512 tokens at
+            12 tokens/s take 43 s, and the wait ends early when the last one is done.
+        bake_s: the growth window; a 16 KiB-per-event leak shows in 2 s, a 1 KiB one in about 10 s.
+        bake_s_max: the window is extended up to this while requests are too few.
+        requests_min: completed requests before growth per request means anything.
+        before_s: the window before staging that growth is compared with.
+        sample_s: time between two memory samples.
+    """
+
+    settle_s_max: float = 45.0
+    bake_s: float = 12.0
+    bake_s_max: float = 120.0
+    requests_min: int = 8
+    before_s: float = 20.0
+    sample_s: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Host settings.
+
+    Attributes:
+        environment: which of the policy's environments this host is.
+        target: the name sequences are counted under.
+        bake: probation limits.
+    """
+
+    environment: Environment = "production"
+    target: str = "default"
+    bake: BakeLimits = field(default_factory=BakeLimits)

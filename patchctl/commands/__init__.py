@@ -1,0 +1,1 @@
+"""One module per group of commands. They parse, call and print; nothing else."""

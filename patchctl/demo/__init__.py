@@ -1,0 +1,1 @@
+"""``patchctl demo``: the whole story on one machine, with a real model and real traffic."""

@@ -1,0 +1,1 @@
+"""What people see: errors and progress on stderr, data on stdout."""

@@ -1,0 +1,1 @@
+"""The host transaction: VERIFY → GATE → STAGE → SNAPSHOT → SWAP → BAKE → SNAPSHOT → VERDICT → COMMIT | ROLLBACK."""
