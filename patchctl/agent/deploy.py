@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from patchctl.admission.gate import decide, require_allow
-from patchctl.admission.log import DecisionLog
+from patchctl.admission.log import append
 from patchctl.agent.bake import bake
 from patchctl.agent.context import HostContext, unix_now
 from patchctl.agent.evidence import Evidence
@@ -20,8 +20,9 @@ from patchctl.errors import ExitCode, PatchctlError
 from patchctl.journal.record import GenerationRecord, TransactionRecord
 from patchctl.transaction.machine import Outcome, Step
 from patchctl.transaction.runner import StepFunction, StepResult
-from patchctl.trust.freshness import FreshnessState
+from patchctl.trust.freshness import FreshnessStore
 from patchctl.trust.verify import VerifiedStatement, verify_file
+from snapshots.verdict import Finding, Verdict
 
 _SERVING = "the active generation, untouched"
 
@@ -45,7 +46,7 @@ class Deploy:
         self._verified: VerifiedStatement | None = None
         self._loaded: _Staged | None = None
         self._evidence = Evidence(context, record.id)
-        self._freshness = FreshnessState(context.home.freshness)
+        self._freshness = FreshnessStore(context.home.freshness)
 
     def steps(self) -> Mapping[Step, StepFunction]:
         """The functions of the machine's steps."""
@@ -67,6 +68,7 @@ class Deploy:
         """Release the patch file and forget the upload."""
         if self._opened is not None:
             self._opened.close()
+        self._evidence.close()
         self._context.inbox.clear(self._record.op_id)
 
     # -- before anything changes
@@ -134,11 +136,11 @@ class Deploy:
             patch=self._patch,
             statement=self._statement,
             serving=self._serving(),
-            highest_sequence=self._freshness.highest(config.channel, context.settings.target),
+            highest_sequence=self._freshness.read().highest(config.channel, context.settings.target),
             memory=memory,
         )
         decision = decide(facts, context.policy, context.policy_engine)
-        DecisionLog(context.home.decisions).append(unix_now(), decision)
+        append(context.home.decisions, decision, unix=unix_now())
         return decision
 
     def _stage(self) -> StepResult:
@@ -181,7 +183,8 @@ class Deploy:
 
     def _verdict(self) -> StepResult:
         verdict = self._evidence.judge(self._patch.config.declared)
-        data = {"note": f"{verdict.outcome}: {verdict.headline}", **verdict.as_dict()}
+        reasons = "; ".join(f"{finding.subject}: {finding.what}" for finding in _weightiest(verdict))
+        data = {"note": f"{verdict.outcome}: {reasons}", "growth": self._evidence.growth_figures(), **verdict.as_dict()}
         if verdict.outcome == "commit":
             decision = self._decide("promote", "commit")
             if decision.outcome == "allow":
@@ -189,15 +192,15 @@ class Deploy:
             why = "; ".join(f"{finding.id}: {finding.message}" for finding in decision.reasons)
             error = _not_committed("gate.promote_refused", why)
             return StepResult(Outcome.HOLD if decision.outcome == "hold" else Outcome.FAILED, data, error)
-        error = _not_committed(f"verdict.{verdict.outcome}", "; ".join(verdict.reasons))
+        error = _not_committed(f"verdict.{verdict.outcome}", reasons)
         return StepResult(Outcome.HOLD if verdict.outcome == "hold" else Outcome.FAILED, data, error)
 
     def _commit(self) -> StepResult:
-        context, config, staged = self._context, self._patch.config, self._staged
+        context, staged = self._context, self._staged
         data: dict[str, Any] = {"note": f"generation {staged.number} is the active build", "generation": staged.number}
         # The freshness ledger first: a crash in between leaves a sequence spent on a build that is
         # not committed, which is refused as a replay later; the other order could accept it twice.
-        self._freshness.accept(config.channel, context.settings.target, config.sequence)
+        self._freshness.accept(self._statement.predicate, context.settings.target, unix_now())
         context.journal.commit_generation(staged.number, self._record.id, data)
         _release_quietly(context, staged.old.number)
         return StepResult(data=data)
@@ -269,6 +272,13 @@ def _release_quietly(context: HostContext, generation: int) -> None:
     except PatchctlError as error:
         if error.code not in ("engine.unknown_generation", "front.unknown_generation", "host.process_gone"):
             raise
+
+
+def _weightiest(verdict: Verdict) -> tuple[Finding, ...]:
+    """The findings worth a line: those that stopped the patch, else the growth it removed or kept."""
+    if verdict.outcome != "commit":
+        return verdict.reasons
+    return tuple(finding for finding in verdict.findings if finding.subject.startswith("memory per request"))
 
 
 def _mismatch(name: str) -> PatchctlError:

@@ -6,8 +6,8 @@ import sys
 
 from engine.process import run
 
-from snapshots.capture.pages import arm_self
 from snapshots.capture.state import digest_tensors
+from snapshots.capture.uffd import arm_self
 
 if __name__ == "__main__":
     data_fd, control_fd = (int(argument) for argument in sys.argv[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from engine.front.process import run
-from snapshots.capture.pages import arm_self
+from snapshots.capture.uffd import arm_self
 
 if __name__ == "__main__":
     data_fd, control_fd, listen_fd = (int(argument) for argument in sys.argv[1:])

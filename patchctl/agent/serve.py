@@ -73,7 +73,7 @@ def serve(
             store=store,
             inbox=Inbox(home.inbox),
             policy=policy,
-            policy_engine=select_engine(),
+            policy_engine=select_engine(os.environ),
             trusted_roots=trusted_roots,
             watch=watch,
             stopping=threading.Event(),

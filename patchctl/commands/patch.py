@@ -78,9 +78,19 @@ def build(
             summary=summary,
         ),
     )
-    data = info.as_dict()
     if output is Output.JSON:
-        print_json(data)
+        print_json(
+            {
+                "path": str(info.path),
+                "manifest_digest": info.manifest_digest,
+                "size_bytes": info.size_bytes,
+                "build_size_bytes": info.build_size_bytes,
+                "actions": dict(info.actions),
+                "changed_files": info.changed_files,
+                "changed_tensors": info.changed_tensors,
+                "undeclared": info.undeclared._asdict(),
+            }
+        )
         return
     print_pairs(
         [
@@ -124,12 +134,12 @@ def sign(
     from patchctl.claims import predicate_of
     from patchctl.trust.domain import LocalDomain
     from patchctl.trust.sign import sign_statement
-    from patchctl.trust.statement import encode_statement
+    from patchctl.trust.statement import encode_hotfix
 
     signer = LocalDomain.open(Home.resolve(home).trust / domain)
     with PatchFile.open(patch) as opened:
         digest = opened.manifest_digest
-        statement = encode_statement(patch.name, digest, predicate_of(opened.config))
+        statement = encode_hotfix(patch.name, digest, predicate_of(opened.config))
     line = sign_statement(signer, identity, statement)
     destination = out or patch.with_name(patch.name + ATTESTATION_SUFFIX)
     write_atomic(destination, line.encode() + b"\n")
@@ -159,7 +169,7 @@ def verify(
         digest = opened.manifest_digest
     beside = attestations or patch.with_name(patch.name + ATTESTATION_SUFFIX)
     statement = verify_file({domain: trusted.trusted_root_json()}, beside, digest)
-    require_identity(statement, issuer or trusted.issuer, identity)
+    require_identity(statement, domain=domain, issuer=issuer or trusted.issuer, identity=identity)
     data = {
         "verified": f"sha256:{digest}",
         "domain": statement.domain,

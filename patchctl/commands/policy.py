@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def check(
             next_command="compare the document with policies/schema/input.json",
         ) from error
     chosen = load_default() if policy is None else load_folder(policy)
-    engine = select_engine()
+    engine = select_engine(os.environ)
     try:
         decision = decide(gate_input, chosen, engine)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -40,7 +41,7 @@ def export(name: _Name = "local", home: HomeOption = None) -> None:
     sys.stdout.write(LocalDomain.open(Home.resolve(home).trust / name).trusted_root_json() + "\n")
 
 
-def _print(described: dict[str, object], output: Output) -> None:
+def _print(described: Mapping[str, object], output: Output) -> None:
     if output is Output.JSON:
         print_json(described)
     else:

@@ -9,7 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from engine.build import BuildManifest, seal_build
-from engine.models.folder import read_model_folder
+from engine.models.folder import ModelRefusedError, read_model_folder
+from patchctl.errors import ExitCode, PatchctlError
 
 REQUEST_PATH = "request_path.py"
 # A middle layer: changing it changes answers without breaking them, the kind of slip nobody sees.
@@ -26,8 +27,21 @@ class Builds:
 
 
 def make_builds(model: Path, into: Path) -> Builds:
-    """Build 1.0.0 (leaky writer), 1.0.1 (fixed writer) and 1.0.2 (fixed writer, one tensor altered)."""
-    source = read_model_folder(model)
+    """Build 1.0.0 (leaky writer), 1.0.1 (fixed writer) and 1.0.2 (fixed writer, one tensor altered).
+
+    Raises:
+        PatchctlError: ``demo.model_refused`` when ``model`` is no folder we can serve.
+    """
+    try:
+        source = read_model_folder(model)
+    except ModelRefusedError as error:
+        raise PatchctlError(
+            code="demo.model_refused",
+            what=f"{model} cannot be served",
+            why=str(error),
+            exit_code=ExitCode.NOT_FOUND if not model.exists() else ExitCode.INCOMPATIBLE,
+            next_command="patchctl demo, without --model, serves SmolLM2-135M-Instruct",
+        ) from error
     folders = {version: into / version for version in ("1.0.0", "1.0.1", "1.0.2")}
     for version, folder in folders.items():
         folder.mkdir(parents=True)
@@ -39,7 +53,7 @@ def make_builds(model: Path, into: Path) -> Builds:
     tensor = _TENSOR.format(layer=source.config["num_hidden_layers"] // 2)
     _scale_tensor(folders["1.0.2"], source.files, tensor)
     manifests = {
-        version: seal_build(folder, name=source.name, version=version, model=source.config, request_path=REQUEST_PATH)
+        version: seal_build(folder, name=model.name, version=version, model=source.config, request_path=REQUEST_PATH)
         for version, folder in folders.items()
     }
     return Builds(folders, manifests, tensor)

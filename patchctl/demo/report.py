@@ -91,4 +91,9 @@ def _gap_line(gaps: dict[str, Any] | None, exchange_us: float | None) -> str:
 
 
 def _growth_line(figures: dict[str, Any]) -> str:
-    return f"{figures['before']} before, {figures['after']} after"
+    before, after = (_rate(figures[side]) for side in ("before", "after"))
+    return f"{before} before, {after} after"
+
+
+def _rate(value: float | None) -> str:
+    return "not known" if value is None else f"{human_bytes(value)}"

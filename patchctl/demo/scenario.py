@@ -208,12 +208,11 @@ def prepare_model(folder: Path | None, tell: Callable[[str], None]) -> Path:
     """
     if folder is not None:
         return folder
-    from engine.models.smollm2 import prepare
+    from engine.models.smollm2 import ModelUnavailableError, prepare
 
-    home = Home.resolve(None)
     try:
-        return prepare(home.models, progress=tell)
-    except (ImportError, FileNotFoundError, ModuleNotFoundError) as error:
+        return prepare(Home.resolve(None).models, progress=tell)
+    except ModelUnavailableError as error:
         raise PatchctlError(
             code="demo.model_missing",
             what="the demo has no model to serve",

@@ -137,8 +137,10 @@ class Journal:
             row = db.execute(select(TRANSACTIONS).where(TRANSACTIONS.c.state == State.RUNNING)).first()
             if row is None:
                 return None
-            intents = [step for step in self._record(db, row).steps if step.phase == "intent"]
-            state = after_crash(Step(intents[-1].step) if intents else None)
+            steps = self._record(db, row).steps
+            intents = [Step(step.step) for step in steps if step.phase == "intent"]
+            commit_recorded = any((step.step, step.phase) == (Step.COMMIT, Outcome.OK) for step in steps)
+            state = after_crash(intents[-1] if intents else None, commit_recorded=commit_recorded)
             error = PatchctlError(
                 code="host.restarted",
                 what=f"the transaction did not finish; it ended as {state}",
@@ -147,7 +149,7 @@ class Journal:
                 serving="the last committed generation",
                 next_command="patchctl history",
             )
-            _close(db, row.id, state, error.as_dict())
+            _close(db, row.id, state, None if state is State.COMMITTED else error.as_dict())
             db.execute(
                 update(GENERATIONS)
                 .where(GENERATIONS.c.transaction_id == row.id, GENERATIONS.c.state == "staged")

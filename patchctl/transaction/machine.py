@@ -140,12 +140,14 @@ class Position:
         return Position(self.kind, following, State.RUNNING)
 
 
-def after_crash(last_intent: Step | None) -> State:
+def after_crash(last_intent: Step | None, *, commit_recorded: bool) -> State:
     """The final state of a transaction whose host died while ``last_intent`` was the newest intent.
 
-    A restarted host serves the last committed build, and COMMIT writes that in the same database
-    transaction as its outcome: an open transaction is therefore never committed.
+    A restarted host serves the last committed build. COMMIT writes that in the same database
+    transaction as its outcome, so the recorded outcome, and nothing else, says which build that is.
     """
+    if commit_recorded:
+        return State.COMMITTED
     if last_intent in ON_PROBATION:
         return State.ROLLED_BACK
     return State.FAILED

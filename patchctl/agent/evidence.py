@@ -1,0 +1,153 @@
+"""The evidence of one transaction: two host snapshots, growth before and after, and the verdict on them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchctl.agent.context import HostContext
+from patchctl.agent.watch import ROLES, monotonic_s
+from patchctl.atomic import write_atomic
+from patchctl.bundle.config import Declared
+from snapshots.capture.pages import WriteTracker
+from snapshots.capture.process import capture_process
+from snapshots.codec import encode_snapshot
+from snapshots.diff import diff
+from snapshots.growth import Growth, GrowthEstimate, estimate_growth
+from snapshots.model import GenerationState, HostSnapshot, ProcessSnapshot, TensorState
+from snapshots.verdict import DeclaredEffects, GrowthEvidence, Verdict, judge
+
+
+@dataclass(slots=True)
+class _Windows:
+    """Monotonic times that bound the growth windows."""
+
+    before_start_s: float = 0.0
+    before_end_s: float = 0.0
+    after_start_s: float = 0.0
+    after_end_s: float = 0.0
+
+
+class Evidence:
+    """Collects what the verdict rests on and keeps it, one folder per transaction."""
+
+    def __init__(self, context: HostContext, transaction: str) -> None:
+        self._context = context
+        self._folder: Path = context.home.evidence / transaction
+        self._windows = _Windows()
+        self._before: HostSnapshot | None = None
+        self._after: HostSnapshot | None = None
+        self._growth: dict[str, GrowthEvidence] = {}
+        self._trackers: dict[str, WriteTracker] = {}
+
+    def close(self) -> None:
+        """Stop tracking."""
+        for tracker in self._trackers.values():
+            tracker.close()
+        self._trackers.clear()
+
+    def begin_before_window(self) -> None:
+        """Staging starts now: the window that growth is compared with ends here."""
+        self._windows.before_end_s = monotonic_s()
+        self._windows.before_start_s = self._windows.before_end_s - self._context.settings.bake.before_s
+
+    def begin_after_window(self) -> None:
+        """The new generation serves alone now."""
+        self._windows.after_start_s = monotonic_s()
+
+    def take_before(self, *, old: int, new: int) -> dict[str, Any]:
+        """Snapshot with ``old`` serving and ``new`` staged; write tracking starts from here."""
+        self._context.host.arm()
+        self._trackers = {
+            role: WriteTracker(pid) for role, pid in self._context.host.processes.pids.items() if role in ROLES
+        }
+        self._before = self._take(serving=old, other=new)
+        return self._keep("before", self._before)
+
+    def take_after(self, *, old: int, new: int) -> dict[str, Any]:
+        """Snapshot with ``new`` serving and ``old`` still resident."""
+        self._windows.after_end_s = monotonic_s()
+        self._after = self._take(serving=new, other=old)
+        return self._keep("after", self._after)
+
+    def judge(self, declared: Declared) -> Verdict:
+        """The verdict; diff and verdict are kept beside the snapshots."""
+        assert self._before is not None
+        assert self._after is not None
+        windows, watch = self._windows, self._context.watch
+        before = watch.between(windows.before_start_s, windows.before_end_s)
+        after = watch.between(windows.after_start_s, windows.after_end_s)
+        self._growth = {
+            role: GrowthEvidence(before=estimate_growth(before[role]), after=estimate_growth(after[role]))
+            for role in ROLES
+        }
+        limit = declared.growth_bytes_per_request_max
+        effects = DeclaredEffects(
+            tensors=declared.tensors,
+            growth_bytes_per_request_max={} if limit is None else dict.fromkeys(ROLES, limit),
+        )
+        difference = diff(self._before, self._after)
+        verdict = judge(difference, effects, self._growth)
+        self._write("diff.json", difference.as_dict())
+        self._write("verdict.json", verdict.as_dict())
+        return verdict
+
+    def growth_figures(self) -> dict[str, dict[str, float | None]]:
+        """Bytes kept per request by each role, before and after; None where samples were too few."""
+        return {
+            role: {"before": _bytes_per_request(found.before), "after": _bytes_per_request(found.after)}
+            for role, found in self._growth.items()
+        }
+
+    def _take(self, *, serving: int, other: int) -> HostSnapshot:
+        host = self._context.host
+        by_number = {entry.number: entry.digest for entry in self._context.journal.generations()}
+        stats = host.front_stats()
+        tensors = {number: _tensors(host.inspect(number)) for number in (serving, other)}
+        return HostSnapshot(
+            taken_unix_ns=time.time_ns(),
+            generation=serving,
+            generations=tuple(
+                GenerationState(number, by_number[number], _tensors(host.inspect(number)))
+                for number in (serving, other)
+            ),
+            processes={role: self._capture(role, pid) for role, pid in host.processes.pids.items()},
+            counters={"requests_completed": stats["requests_completed"], "tokens": stats["tokens_out"]},
+        )
+
+    def _capture(self, role: str, pid: int) -> ProcessSnapshot:
+        return capture_process(pid, role, tracker=self._trackers.get(role))
+
+    def _keep(self, name: str, snapshot: HostSnapshot) -> dict[str, Any]:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(self._folder / f"{name}.json", encode_snapshot(snapshot), mode=0o600)
+        regions = sum(len(process.regions) for process in snapshot.processes.values())
+        tensors = len(snapshot.active.tensors)
+        written = sum(process.written_bytes for process in snapshot.processes.values())
+        return {
+            "note": f"{regions} regions, {tensors} tensors, {written / 2**20:.1f} MiB written since the last",
+            "regions": regions,
+            "tensors": tensors,
+            "written_bytes": written,
+            "anonymous_bytes": {role: process.anonymous_bytes for role, process in snapshot.processes.items()},
+        }
+
+    def _write(self, name: str, data: dict[str, Any]) -> None:
+        write_atomic(self._folder / name, json.dumps(data, indent=1).encode(), mode=0o600)
+
+
+def _bytes_per_request(growth: Growth) -> float | None:
+    return round(growth.bytes_per_request, 1) if isinstance(growth, GrowthEstimate) else None
+
+
+def _tensors(found: dict[str, Any]) -> dict[str, TensorState]:
+    """Inspect's reply as tensor states; an alias takes the digest of the tensor whose storage it shares."""
+    states = {}
+    for name, entry in found.items():
+        alias = entry.get("alias_of", "")
+        source = found[alias] if alias else entry
+        states[name] = TensorState(source["digest"], source["dtype"], tuple(source["shape"]), alias)
+    return states
