@@ -95,7 +95,7 @@ class AgentClient:
         return PatchctlError(
             code="host.unreachable",
             what="no agent answered",
-            why=f"{self._socket_path}: {error or type(error).__name__}",
+            why=f"{self._socket_path}: {type(error).__name__}: {error}",
             exit_code=ExitCode.UNREACHABLE,
             serving="unknown: a running engine host keeps serving without its operator",
             next_command="patchctl engine serve --build DIR, or --host SOCKET",

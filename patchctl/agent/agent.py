@@ -72,7 +72,7 @@ class Agent:
         if self._worker is not None:
             self._worker.join()
         self._context.watch.stop()
-        self._context.host.stop()
+        self._context.host.close()
         self._context.policy_engine.close()
         self._context.journal.close()
 

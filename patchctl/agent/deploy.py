@@ -11,7 +11,7 @@ from patchctl.admission.gate import decide, require_allow
 from patchctl.admission.log import append
 from patchctl.agent.bake import bake
 from patchctl.agent.context import HostContext, unix_now
-from patchctl.agent.evidence import Evidence
+from patchctl.agent.evidence import Evidence, record_generation
 from patchctl.agent.facts import gather
 from patchctl.agent.stager import stage_in_child
 from patchctl.bundle.read import PatchFile
@@ -20,8 +20,9 @@ from patchctl.errors import ExitCode, PatchctlError
 from patchctl.journal.record import GenerationRecord, TransactionRecord
 from patchctl.transaction.machine import Outcome, Step
 from patchctl.transaction.runner import StepFunction, StepResult
+from patchctl.trust.attestations import verify_file
 from patchctl.trust.freshness import FreshnessStore
-from patchctl.trust.verify import VerifiedStatement, verify_file
+from patchctl.trust.verify import VerifiedStatement
 from snapshots.verdict import Finding, Verdict
 
 _SERVING = "the active generation, untouched"
@@ -77,11 +78,8 @@ class Deploy:
         inbox, op_id = self._context.inbox, self._record.op_id
         self._opened = patch = PatchFile.open(inbox.path(op_id, "patch"))
         config = patch.config
-        self._verified = statement = verify_file(
-            self._context.trusted_roots,
-            inbox.path(op_id, "attestations"),
-            patch.manifest_digest,
-        )
+        attested = verify_file(self._context.trusted_roots, inbox.path(op_id, "attestations"), patch.manifest_digest)
+        self._verified = statement = attested.statements[0]
         if field := first_difference(config, statement.predicate):
             raise _mismatch(field)
         self._context.journal.describe(
@@ -103,6 +101,7 @@ class Deploy:
         return StepResult(
             data={
                 "note": f"signed by {statement.identity}, log index {statement.log_index}",
+                "refused_lines": [f"{line.line}: {line.code}" for line in attested.refused],
                 "domain": statement.domain,
                 "issuer": statement.issuer,
                 "identity": statement.identity,
@@ -201,6 +200,7 @@ class Deploy:
         # The freshness ledger first: a crash in between leaves a sequence spent on a build that is
         # not committed, which is refused as a replay later; the other order could accept it twice.
         self._freshness.accept(self._statement.predicate, context.settings.target, unix_now())
+        record_generation(context, staged.number)
         context.journal.commit_generation(staged.number, self._record.id, data)
         _release_quietly(context, staged.old.number)
         return StepResult(data=data)

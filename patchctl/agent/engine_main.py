@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 
 from engine.process import run
-
 from snapshots.capture.state import digest_tensors
 from snapshots.capture.uffd import arm_self
 
 if __name__ == "__main__":
     data_fd, control_fd = (int(argument) for argument in sys.argv[1:])
-    sys.exit(run(data_fd, control_fd, arm=lambda: arm_self().as_dict(), digest_tensors=digest_tensors))
+    sys.exit(run(data_fd, control_fd, arm=lambda: asdict(arm_self()), digest_tensors=digest_tensors))

@@ -110,10 +110,7 @@ class Evidence:
         return HostSnapshot(
             taken_unix_ns=time.time_ns(),
             generation=serving,
-            generations=tuple(
-                GenerationState(number, by_number[number], _tensors(host.inspect(number)))
-                for number in (serving, other)
-            ),
+            generations=tuple(GenerationState(number, by_number[number], found) for number, found in tensors.items()),
             processes={role: self._capture(role, pid) for role, pid in host.processes.pids.items()},
             counters={"requests_completed": stats["requests_completed"], "tokens": stats["tokens_out"]},
         )
@@ -137,6 +134,26 @@ class Evidence:
 
     def _write(self, name: str, data: dict[str, Any]) -> None:
         write_atomic(self._folder / name, json.dumps(data, indent=1).encode(), mode=0o600)
+
+
+def generation_file(context: HostContext, number: int) -> Path:
+    """Where the tensor digests of a committed generation are kept: what a rollback must restore exactly."""
+    return context.home.evidence / f"generation-{number}.json"
+
+
+def record_generation(context: HostContext, number: int) -> None:
+    """Keep the tensor digests of the serving generation, unless they are kept already.
+
+    Raises:
+        PatchctlError: the engine does not answer.
+    """
+    path = generation_file(context, number)
+    if path.exists():
+        return
+    digest = next(entry.digest for entry in context.journal.generations() if entry.number == number)
+    state = GenerationState(number, digest, _tensors(context.host.inspect(number)))
+    snapshot = HostSnapshot(time.time_ns(), generation=number, generations=(state,), processes={})
+    write_atomic(path, encode_snapshot(snapshot), mode=0o600)
 
 
 def _bytes_per_request(growth: Growth) -> float | None:

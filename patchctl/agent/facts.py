@@ -23,6 +23,7 @@ from patchctl.admission.facts import (
     Transparency,
 )
 from patchctl.agent.context import HostContext, unix_now
+from patchctl.agent.evidence import generation_file
 from patchctl.bundle.declaration import undeclared
 from patchctl.bundle.read import PatchFile
 from patchctl.errors import PatchctlError
@@ -97,7 +98,7 @@ def gather(
         rollback=Rollback(
             known=recorded,
             target="recorded" if config.base_digest in recorded else "unknown",
-            snapshot="present" if action == "promote" else "missing",
+            snapshot="present" if generation_file(context, serving.number).exists() else "missing",
         ),
         memory=Memory(verdict=memory),
     )

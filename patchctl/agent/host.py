@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ class EngineHost:
         self._listen = listen
         self._processes: Processes | None = None
         self._lock = threading.Lock()
+        # The kernel sends the children their parent-death signal when the *thread* that forked them
+        # ends (prctl(2)), so they are all started from one that lives as long as this host.
+        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
         self.active_generation = 0
 
     @property
@@ -52,7 +56,7 @@ class EngineHost:
     def start(self, generation: int, folder: Path, digest: str) -> dict[str, Any]:
         """Start the pair and make ``folder`` the active generation."""
         with self._lock:
-            self._processes = start_processes(self._listen)
+            self._processes = self._spawner.submit(start_processes, self._listen).result()
         report = self.stage(generation, folder, digest)
         self.active_generation = generation
         self.arm()
@@ -108,8 +112,13 @@ class EngineHost:
         """The engine's counters; waits while the engine stages."""
         return self._engine(Stats()).data
 
+    def close(self) -> None:
+        """End both processes for good."""
+        self.stop()
+        self._spawner.shutdown()
+
     def stop(self) -> None:
-        """End both processes."""
+        """End both processes; :meth:`start` may start them again."""
         with self._lock:
             processes, self._processes = self._processes, None
         if processes is not None:

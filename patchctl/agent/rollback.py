@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from engine.build import BuildInvalidError
 from patchctl.agent.context import HostContext
 from patchctl.agent.deploy import go_back
+from patchctl.agent.evidence import record_generation
 from patchctl.errors import ExitCode, PatchctlError
-from patchctl.journal.record import GenerationRecord, TransactionRecord
+from patchctl.journal.record import TransactionRecord
 from patchctl.transaction.machine import Step
 from patchctl.transaction.rollback_target import choose_target
 from patchctl.transaction.runner import StepFunction, StepResult
@@ -81,6 +82,7 @@ class OperatorRollback:
 
     def _commit(self) -> StepResult:
         data = {"note": f"generation {self._number} is the active build", "generation": self._number}
+        record_generation(self._context, self._number)
         self._context.journal.commit_generation(self._number, self._record.id, data)
         self._context.host.release(self._active.number)
         return StepResult(data=data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from patchctl.admission.select import select_engine
 from patchctl.agent.agent import Agent
 from patchctl.agent.api import create_app
 from patchctl.agent.context import HostContext
+from patchctl.agent.evidence import record_generation
 from patchctl.agent.host import EngineHost
 from patchctl.agent.inbox import Inbox
 from patchctl.agent.peer import PeerProtocol
@@ -84,6 +86,7 @@ def serve(
         agent_box.append(agent)
         try:
             host.start(committed.number, store.path(committed.digest), committed.digest)
+            record_generation(context, committed.number)
             watch.start()
             agent.start()
             _answer(agent, home.socket, lambda: on_ready(_ready(url, home, committed)))
@@ -124,6 +127,10 @@ def _answer(agent: Agent, path: Path, on_ready: Callable[[], None]) -> None:
         server.should_exit = True
 
     agent.on_failed = stop
+    # uvicorn raises the signal that stopped it once more when it is done. The default action would
+    # end this process before it has ended its children.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda _signum, _frame: None)
     server.run(sockets=[unix])
 
 

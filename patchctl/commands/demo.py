@@ -26,9 +26,9 @@ def demo(
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    folder = prepare_model(model, tell)
+    folder, name = prepare_model(model, tell)
     with temporary_home(keep=keep, tell=tell) as home:
-        story = play(home, folder, tell)
+        story = play(home, folder, name, tell)
         data = as_data(story)
     if output is Output.JSON:
         print_json(data)

@@ -161,14 +161,15 @@ def verify(
 ) -> None:
     """Check a patch file and its signature, offline: certificate, SCT, log inclusion, timestamp, identity."""
     from patchctl.bundle.read import PatchFile
+    from patchctl.trust.attestations import verify_file
     from patchctl.trust.domain import LocalDomain
-    from patchctl.trust.verify import require_identity, verify_file
+    from patchctl.trust.verify import require_identity
 
     trusted = LocalDomain.open(Home.resolve(home).trust / domain)
     with PatchFile.open(patch) as opened:
         digest = opened.manifest_digest
     beside = attestations or patch.with_name(patch.name + ATTESTATION_SUFFIX)
-    statement = verify_file({domain: trusted.trusted_root_json()}, beside, digest)
+    statement = verify_file({domain: trusted.trusted_root_json()}, beside, digest).statements[0]
     require_identity(statement, domain=domain, issuer=issuer or trusted.issuer, identity=identity)
     data = {
         "verified": f"sha256:{digest}",

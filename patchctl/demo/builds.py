@@ -26,7 +26,7 @@ class Builds:
     changed_tensor: str
 
 
-def make_builds(model: Path, into: Path) -> Builds:
+def make_builds(model: Path, name: str, into: Path) -> Builds:
     """Build 1.0.0 (leaky writer), 1.0.1 (fixed writer) and 1.0.2 (fixed writer, one tensor altered).
 
     Raises:
@@ -45,15 +45,15 @@ def make_builds(model: Path, into: Path) -> Builds:
     folders = {version: into / version for version in ("1.0.0", "1.0.1", "1.0.2")}
     for version, folder in folders.items():
         folder.mkdir(parents=True)
-        for name in source.files:
-            _link_or_copy(model / name, folder / name, copy=version == "1.0.2" and name.endswith(".safetensors"))
+        for file in source.files:
+            _link_or_copy(model / file, folder / file, copy=version == "1.0.2" and file.endswith(".safetensors"))
         path = "1_0_0" if version == "1.0.0" else "1_0_1"
         code = files("patchctl.demo.paths").joinpath(f"request_path_{path}.py").read_bytes()
         (folder / REQUEST_PATH).write_bytes(code)
     tensor = _TENSOR.format(layer=source.config["num_hidden_layers"] // 2)
     _scale_tensor(folders["1.0.2"], source.files, tensor)
     manifests = {
-        version: seal_build(folder, name=model.name, version=version, model=source.config, request_path=REQUEST_PATH)
+        version: seal_build(folder, name=name, version=version, model=source.config, request_path=REQUEST_PATH)
         for version, folder in folders.items()
     }
     return Builds(folders, manifests, tensor)

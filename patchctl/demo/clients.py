@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import threading
 import time
-from dataclasses import dataclass, field
 
 import httpx
+
+from patchctl.demo.response import Response
 
 # Different lengths and subjects, so that the four streams never fall into step.
 _PROMPTS = (
@@ -25,31 +25,12 @@ _TOKENS_MAX = (24, 40, 32, 48, 28)
 _TIMEOUT_S = 120.0
 
 
-@dataclass(slots=True)
-class Response:
-    """One streamed response.
-
-    Attributes:
-        arrivals_ns: wall-clock time (``time.time_ns``) of each token.
-        generations: generation it began and ended on, as the server reports.
-    """
-
-    stream: int
-    arrivals_ns: list[int] = field(default_factory=list)
-    generations: tuple[int, int] | None = None
-    failure: str = ""
-
-    @property
-    def gaps(self) -> list[tuple[int, float]]:
-        """(time of the later token in ns, gap before it in ms)."""
-        return [(later, (later - earlier) / 1e6) for earlier, later in itertools.pairwise(self.arrivals_ns)]
-
-
 class StreamingClients:
     """``count`` clients in one background thread; each starts a new request when the last one ended."""
 
-    def __init__(self, url: str, count: int) -> None:
+    def __init__(self, url: str, model: str, count: int) -> None:
         self._url = url
+        self._model = model
         self._count = count
         self._stopping = threading.Event()
         self.responses: list[Response] = []
@@ -80,7 +61,7 @@ class StreamingClients:
             response = Response(number)
             self.responses.append(response)
             body = {
-                "model": "demo",
+                "model": self._model,
                 "messages": [{"role": "user", "content": _PROMPTS[turn % len(_PROMPTS)]}],
                 "max_tokens": _TOKENS_MAX[turn % len(_TOKENS_MAX)],
                 "temperature": 0,

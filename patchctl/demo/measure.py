@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from patchctl.demo.clients import Response
+from patchctl.demo.response import Response
 
 # A swap can reach a client a step later than the exchange, and a stream needs two tokens for a gap.
 _SWAP_TAIL_NS = 1_500_000_000

@@ -43,7 +43,7 @@ class Story:
     took_s: float
 
 
-def play(home: Home, model: Path, tell: Callable[[str], None]) -> Story:
+def play(home: Home, model: Path, name: str, tell: Callable[[str], None]) -> Story:
     """Play the whole story in ``home``; every process it starts is gone when it returns or raises.
 
     Raises:
@@ -52,11 +52,11 @@ def play(home: Home, model: Path, tell: Callable[[str], None]) -> Story:
     started = time.monotonic()
     shell = Shell(home.root, sys.stderr)
     tell("Building 1.0.0 (a streaming writer that never lets go), 1.0.1 (the fix), 1.0.2 (a careless follow-up)")
-    builds = make_builds(model, home.root / "builds")
+    builds = make_builds(model, name, home.root / "builds")
     domain = shell.run("trust", "init", "local").data
     policy = home.root / "policy.json"
     policy.write_text(json.dumps(_policy_data(domain["issuer"])))
-    with _host(shell, builds.folders["1.0.0"], policy) as url, _clients(url) as clients:
+    with _host(shell, builds.folders["1.0.0"], policy) as url, _clients(url, name) as clients:
         baseline = _baseline(clients, tell)
         patches, transactions = {}, {}
 
@@ -72,9 +72,9 @@ def play(home: Home, model: Path, tell: Callable[[str], None]) -> Story:
 
         tell("\nTwo patches that must not get in")
         refusals = _refusals(shell, home)
-        for name, result in refusals.items():
+        for kind, result in refusals.items():
             assert result.error is not None  # noqa: S101 - Shell.run checked the exit code
-            tell(f"  ✗ {name}: exit {result.exit_code}, {result.error['code']}: {result.error['why']}")
+            tell(f"  ✗ {kind}: exit {result.exit_code}, {result.error['code']}: {result.error['why']}")
         status = shell.run("status").data
     return Story(
         builds, patches, transactions, refusals, clients, baseline, status, round(time.monotonic() - started, 1)
@@ -104,8 +104,8 @@ def _host(shell: Shell, build: Path, policy: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _clients(url: str) -> Iterator[StreamingClients]:
-    clients = StreamingClients(url, CLIENTS)
+def _clients(url: str, model: str) -> Iterator[StreamingClients]:
+    clients = StreamingClients(url, model, CLIENTS)
     clients.start()
     try:
         yield clients
@@ -118,6 +118,14 @@ def _baseline(clients: StreamingClients, tell: Callable[[str], None]) -> tuple[i
     # The first responses pay for cold caches; the baseline starts when every client has had one.
     while len(clients.finished) < CLIENTS:
         time.sleep(0.1)
+    failures = [response.failure for response in clients.finished if response.failure]
+    if failures:
+        raise PatchctlError(
+            code="demo.no_baseline",
+            what="the clients got no answers before any patch",
+            why=failures[0],
+            next_command="patchctl demo --keep",
+        )
     start = time.time_ns()
     time.sleep(BASELINE_S)
     return start, time.time_ns()
@@ -200,18 +208,18 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def prepare_model(folder: Path | None, tell: Callable[[str], None]) -> Path:
-    """The model folder to demonstrate with; converts the packaged one on first use.
+def prepare_model(folder: Path | None, tell: Callable[[str], None]) -> tuple[Path, str]:
+    """The model folder to demonstrate with, and its name; converts the packaged one on first use.
 
     Raises:
         PatchctlError: ``demo.model_missing`` with the way to get it.
     """
     if folder is not None:
-        return folder
+        return folder, folder.absolute().name
     from engine.models.smollm2 import ModelUnavailableError, prepare
 
     try:
-        return prepare(Home.resolve(None).models, progress=tell)
+        return prepare(Home.resolve(None).models, progress=tell), "SmolLM2-135M-Instruct"
     except ModelUnavailableError as error:
         raise PatchctlError(
             code="demo.model_missing",

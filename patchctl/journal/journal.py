@@ -200,7 +200,9 @@ class Journal:
                     digest=digest, version=version, transaction_id=transaction_id, state="staged"
                 )
             )
-            return cast("int", done.inserted_primary_key[0])
+            key = done.inserted_primary_key
+            assert key is not None  # noqa: S101 - an INSERT of one row
+            return cast("int", key[0])
 
     def commit_generation(self, number: int, transaction_id: str | None, data: dict[str, Any]) -> None:
         """Make ``number`` the build a restart serves; the COMMIT outcome is part of the same write."""

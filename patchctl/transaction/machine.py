@@ -6,6 +6,7 @@ Everything that decides is in the two tables below; the runner only executes wha
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -60,13 +61,13 @@ class IllegalTransitionError(RuntimeError):
     """A step or outcome that the table does not have: a defect of the caller."""
 
 
-_S, _O = Step, Outcome
-_Next = Step | State
+_S = Step
+Table = Mapping[Step, tuple[Step | State, Step | State, Step | State]]
 
 # Before SWAP a failure leaves the active build untouched: DISCARD only frees what was staged.
 # From SWAP on, every way out that is not COMMIT exchanges back. An inconclusive verdict rolls back:
 # silence is never success.
-DEPLOY: Final = MappingProxyType(
+DEPLOY: Final[Table] = MappingProxyType(
     {
         #  step                  ok                    failed                     hold
         _S.VERIFY:          (_S.GATE,             State.REFUSED,             State.REFUSED),
@@ -85,7 +86,7 @@ DEPLOY: Final = MappingProxyType(
 
 # Going back needs only the host: the target is already recorded and hashed, so there is no gate to
 # ask, nothing to bake and no verdict to wait for.
-ROLLBACK: Final = MappingProxyType(
+ROLLBACK: Final[Table] = MappingProxyType(
     {
         _S.VERIFY:          (_S.STAGE,            State.REFUSED,             State.REFUSED),
         _S.STAGE:           (_S.SWAP,             _S.DISCARD,                _S.DISCARD),
@@ -134,7 +135,7 @@ class Position:
         """
         if self.step is None or step != self.step:
             raise IllegalTransitionError(f"{step} ended while the transaction stood at {self.step or self.state}")
-        following = TABLES[self.kind][step][_COLUMN[outcome]]
+        following: Step | State = TABLES[self.kind][step][_COLUMN[outcome]]
         if isinstance(following, State):
             return Position(self.kind, None, following)
         return Position(self.kind, following, State.RUNNING)
