@@ -1,1 +1,1 @@
-"""The Rego policy package, shipped as package data."""
+"""The Rego policy package, shipped as package data: an OPA bundle folder, read by ``patchctl.admission.policy``."""

@@ -55,7 +55,10 @@ def gather(
     highest_sequence: int,
     memory: MemoryVerdict = "not_run",
 ) -> GateInput:
-    """The facts of one decision on a patch whose signature and digests were verified before."""
+    """The facts of one decision on a patch whose signature and digests were verified before.
+
+    ``serving`` is the committed generation. On ``promote`` the target runs already, on probation.
+    """
     config = patch.config
     recorded = _recorded_builds(context)
     return GateInput(
@@ -87,7 +90,7 @@ def gather(
         ledger=Ledger(highest_sequence=highest_sequence, applied_ids=_applied_ids(context)),
         target=Target(
             engine_kind="patchctl-torch",
-            running_digest=serving.digest,
+            running_digest=config.target_digest if action == "promote" else serving.digest,
             name=context.settings.target,
             health=_health(context),
             memory=_memory(sum(entry.size_bytes for entry in config.target_manifest.weight_files)),
