@@ -9,6 +9,7 @@ from typing import Any
 
 from patchctl.admission.gate import decide, require_allow
 from patchctl.admission.log import append
+from patchctl.admission.policy import PolicySet
 from patchctl.agent.bake import bake
 from patchctl.agent.context import HostContext, unix_now
 from patchctl.agent.evidence import Evidence, record_generation
@@ -46,6 +47,7 @@ class Deploy:
         self._opened: PatchFile | None = None
         self._verified: VerifiedStatement | None = None
         self._loaded: _Staged | None = None
+        self._admitted_unix = 0
         self._evidence = Evidence(context, record.id)
         self._freshness = FreshnessStore(context.home.freshness)
 
@@ -79,7 +81,7 @@ class Deploy:
         self._opened = patch = PatchFile.open(inbox.path(op_id, "patch"))
         config = patch.config
         attested = verify_file(self._context.trusted_roots, inbox.path(op_id, "attestations"), patch.manifest_digest)
-        self._verified = statement = attested.statements[0]
+        self._verified = statement = _by_allowed_signer(attested.statements, self._context.policy)
         if field := first_difference(config, statement.predicate):
             raise _mismatch(field)
         self._context.journal.describe(
@@ -112,6 +114,7 @@ class Deploy:
 
     def _gate(self) -> StepResult:
         decision = self._decide("apply", "not_run")
+        self._admitted_unix = unix_now()
         data = {
             "note": f"{decision.outcome}: {len(decision.passed)} checks passed ({decision.engine})",
             "outcome": decision.outcome,
@@ -197,9 +200,10 @@ class Deploy:
     def _commit(self) -> StepResult:
         context, staged = self._context, self._staged
         data: dict[str, Any] = {"note": f"generation {staged.number} is the active build", "generation": staged.number}
+        # As of its admission: a patch does not expire while it bakes.
         # The freshness ledger first: a crash in between leaves a sequence spent on a build that is
         # not committed, which is refused as a replay later; the other order could accept it twice.
-        self._freshness.accept(self._statement.predicate, context.settings.target, unix_now())
+        self._freshness.accept(self._statement.predicate, context.settings.target, self._admitted_unix)
         record_generation(context, staged.number)
         context.journal.commit_generation(staged.number, self._record.id, data)
         _release_quietly(context, staged.old.number)
@@ -272,6 +276,15 @@ def _release_quietly(context: HostContext, generation: int) -> None:
     except PatchctlError as error:
         if error.code not in ("engine.unknown_generation", "front.unknown_generation", "host.process_gone"):
             raise
+
+
+def _by_allowed_signer(statements: tuple[VerifiedStatement, ...], policy: PolicySet) -> VerifiedStatement:
+    """The first statement by a signer the policy lists, else the first: a stranger's line blocks nobody."""
+    listed = {
+        (signer["domain"], signer["issuer"], signer["identity"])
+        for signer in policy.data["patchctl"]["config"]["identities"]
+    }
+    return next((s for s in statements if (s.domain, s.issuer, s.identity) in listed), statements[0])
 
 
 def _weightiest(verdict: Verdict) -> tuple[Finding, ...]:
