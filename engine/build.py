@@ -19,7 +19,7 @@ MANIFEST_NAME = "build.json"
 # A manifest lists a few dozen files; 4 MiB bounds what an attacker can make us parse.
 MANIFEST_BYTES_MAX = 4 << 20
 # NAME_MAX of every filesystem we write to, applied to the whole path to keep messages short too.
-PATH_CHARS_MAX = 255
+PATH_BYTES_MAX = 255
 _HEX64 = re.compile(r"[0-9a-f]{64}\Z")
 _HASH_BLOCK_BYTES = 1 << 20
 
@@ -91,8 +91,8 @@ class BuildManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def safe_path(path: str) -> bool:
-    """True for a relative POSIX path with no ``..``, no empty part, no NUL or backslash, at most 255 characters."""
-    if not path or len(path) > PATH_CHARS_MAX or "\\" in path or "\0" in path:
+    """True for a relative POSIX path without ``..``, empty parts, backslashes or control characters, <= 255 bytes."""
+    if not path.isprintable() or not 0 < len(path.encode(errors="replace")) <= PATH_BYTES_MAX or "\\" in path:
         return False
     parts = path.split("/")
     return all(part not in ("", ".", "..") for part in parts) and not PurePosixPath(path).is_absolute()
@@ -118,6 +118,9 @@ def decode_manifest(raw: bytes) -> BuildManifest:
         raise BuildInvalidError("files are not sorted by path, or one is listed twice")
     if len({path.casefold() for path in paths}) != len(paths):
         raise BuildInvalidError("two paths differ only in case")
+    folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
+    if clash := folders & {*paths, MANIFEST_NAME}:
+        raise BuildInvalidError(f"{min(clash)} is both a file and a folder")
     for entry in manifest.files:
         if not safe_path(entry.path) or entry.path == MANIFEST_NAME:
             raise BuildInvalidError(f"unsafe path {entry.path!r}")
