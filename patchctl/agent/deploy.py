@@ -15,6 +15,7 @@ from patchctl.agent.context import HostContext, unix_now
 from patchctl.agent.evidence import Evidence, record_generation
 from patchctl.agent.facts import gather
 from patchctl.agent.stager import stage_in_child
+from patchctl.bundle.declaration import changed_files
 from patchctl.bundle.read import PatchFile
 from patchctl.claims import first_difference
 from patchctl.errors import ExitCode, PatchctlError
@@ -174,8 +175,12 @@ class Deploy:
 
     def _swap(self) -> StepResult:
         self._context.check_not_stopping()
-        data = self._context.host.swap(self._staged.number)
+        data = self._context.host.swap(self._staged.number, drain=self._tokenizer_changes())
         return StepResult(data={"note": f"exchange {data.get('exchange_us', 0):.0f} µs", **data})
+
+    def _tokenizer_changes(self) -> bool:
+        """A running response must not decode the new build's tokens with the old build's tokenizer."""
+        return any(path.startswith("tokenizer") for path in changed_files(self._patch.config))
 
     def _bake(self) -> StepResult:
         return StepResult(data=bake(self._context, self._evidence, generation=self._staged.number))

@@ -17,6 +17,8 @@ from patchctl.errors import PatchctlError
 _STAGE_S_MAX = 180.0
 # Recompute-ahead of four 500-token sequences takes about 20 s on one core.
 SWAP_S_MAX = 60.0
+# 512 tokens at 12 tokens/s; after that the front itself refuses a third generation.
+_DRAIN_S_MAX = 45.0
 # The front follows the engine's Exchanged message, which is already in its socket.
 _FRONT_FOLLOWS_S_MAX = 10.0
 
@@ -65,6 +67,7 @@ class EngineHost:
     def stage(self, generation: int, folder: Path, digest: str) -> dict[str, Any]:
         """Load a verified build in both processes, up to READY; frees it again if either refuses."""
         message = Stage(generation=generation, folder=str(folder), digest=digest)
+        self._wait_for_room()
         report = self._engine(message, _STAGE_S_MAX).data
         try:
             self.processes.front_link.call(message, _STAGE_S_MAX)
@@ -73,9 +76,19 @@ class EngineHost:
             raise
         return report
 
-    def swap(self, generation: int, *, deadline_s: float = SWAP_S_MAX) -> dict[str, Any]:
-        """Exchange to ``generation`` at a step boundary and wait until the front follows."""
-        data = self._engine(Swap(generation=generation, deadline_s=deadline_s), deadline_s + 10.0).data
+    def _wait_for_room(self) -> None:
+        """Wait until responses on a released request path have ended: at most two generations, ever."""
+        give_up = time.monotonic() + _DRAIN_S_MAX
+        while len(self._front(Stats()).data["paths"]) > 1 and time.monotonic() < give_up:
+            time.sleep(0.05)
+
+    def swap(self, generation: int, *, drain: bool = False, deadline_s: float = SWAP_S_MAX) -> dict[str, Any]:
+        """Exchange to ``generation`` at a step boundary and wait until the front follows.
+
+        ``drain`` lets every running sequence end first; else the engine carries or recomputes their KV.
+        """
+        message = Swap(generation=generation, policy="drain" if drain else "auto", deadline_s=deadline_s)
+        data = self._engine(message, deadline_s + 10.0).data
         give_up = time.monotonic() + _FRONT_FOLLOWS_S_MAX
         while self._front(Stats()).data["active_generation"] != generation:
             if time.monotonic() > give_up:

@@ -156,7 +156,7 @@ def test_what_the_reader_would_refuse_is_not_written(tmp_path: Path, change: dic
     assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.parametrize("name", ["x\ny", "x\x7f", "é" * 128, "a\\b"])
+@pytest.mark.parametrize("name", ["x\ny", "x\x7f", "é" * 64 + "/" + "é" * 64, "a\\b"])
 def test_confusable_names_are_not_sealed(tmp_path: Path, name: str) -> None:
     with pytest.raises(BuildInvalidError, match="unsafe path"):
         write_build(tmp_path / "a", {name: b"1"})

@@ -1,0 +1,1 @@
+"""Request paths of the demo builds: package data, copied into builds and run from there."""

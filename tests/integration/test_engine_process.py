@@ -1,0 +1,436 @@
+"""A real engine process over its two sockets: serving, swapping, refusing, ending."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.build import BuildManifest, seal_build
+from engine.framing import Connection
+from engine.testing import TINY_RUNTIME, random_weights, tiny_build, tiny_config
+from engine.wire import (
+    Arm,
+    Cancel,
+    Control,
+    Exchanged,
+    Inspect,
+    Release,
+    Reply,
+    Sampling,
+    Stage,
+    Stats,
+    Stop,
+    Submit,
+    Swap,
+    ToFront,
+    Tokens,
+)
+
+WAIT_S = 60.0
+CHILD = """
+import hashlib, sys
+from engine.process import run
+digest = lambda arrays: {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
+sys.exit(run(int(sys.argv[1]), int(sys.argv[2]), arm=lambda: {"armed": True}, digest_tensors=digest))
+"""
+# Long enough for a swap to find it running, short enough for the tiny context of 64.
+PROMPT_TOKENS, ANSWER_TOKENS = 11, 45
+
+
+class Engine:
+    """An engine process with the front's and the agent's end of its sockets."""
+
+    def __init__(self) -> None:
+        data, data_there = socket.socketpair()
+        control, control_there = socket.socketpair()
+        control.settimeout(WAIT_S)
+        with data_there, control_there:
+            fds = [data_there.fileno(), control_there.fileno()]
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", CHILD, *map(str, fds)],
+                pass_fds=fds,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.data, self.control = Connection(data), Connection(control)
+        self.messages: list[Tokens | Exchanged] = []
+        self.changed = threading.Condition()
+        self.requests = itertools.count(1)
+        self.numbers = itertools.count(1)
+        self.active = 0
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self) -> None:
+        decoder: msgspec.msgpack.Decoder[Tokens | Exchanged] = msgspec.msgpack.Decoder(ToFront)
+        try:
+            while (frame := self.data.recv()) is not None:
+                with self.changed:
+                    self.messages.append(decoder.decode(frame))
+                    self.changed.notify_all()
+        except OSError:
+            return
+
+    def send(self, message: Control) -> None:
+        self.control.send(message)
+
+    def reply(self) -> Reply:
+        frame = self.control.recv()
+        assert frame is not None
+        return msgspec.msgpack.decode(frame, type=Reply)
+
+    def call(self, message: Control) -> Reply:
+        self.send(message)
+        return self.reply()
+
+    def ok(self, message: Control) -> dict[str, Any]:
+        reply = self.call(message)
+        assert reply.ok, reply
+        return reply.data
+
+    def stage(self, folder: Path, digest: str = "") -> tuple[int, Reply]:
+        number = next(self.numbers)
+        manifest = msgspec.json.decode((folder / "build.json").read_bytes(), type=BuildManifest)
+        return number, self.call(Stage(number, str(folder), digest or manifest.digest))
+
+    def serve(self, folder: Path) -> None:
+        """Make ``folder`` the only generation."""
+        number, reply = self.stage(folder)
+        assert reply.ok, reply
+        if self.active:
+            self.ok(Swap(number, "drain"))
+            self.ok(Release(self.active))
+        self.active = number
+
+    def submit(self, prompt: list[int], tokens_max: int = ANSWER_TOKENS, **sampling: Any) -> int:
+        request = next(self.requests)
+        self.data.send(Submit(request, tuple(prompt), tokens_max, Sampling(**sampling)))
+        return request
+
+    def answer(self, request: int) -> list[int]:
+        return [token for _, token, _ in self.events(request) if token >= 0]
+
+    def events(self, request: int) -> list[tuple[int, int, str | None]]:
+        """Generation, token and finish of each token of a request."""
+        return [
+            (message.generation, token.token, token.finish)
+            for message in tuple(self.messages)
+            if isinstance(message, Tokens)
+            for token in message.tokens
+            if token.request == request
+        ]
+
+    def finish(self, request: int) -> str | None:
+        """How a request ended; waits for it."""
+        self.wait(lambda: any(finish for *_, finish in self.events(request)))
+        (finish,) = [finish for *_, finish in self.events(request) if finish]
+        return finish
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, WAIT_S), self.messages[-3:]
+
+    def run(self, prompt: list[int], tokens_max: int = ANSWER_TOKENS, **sampling: Any) -> list[int]:
+        request = self.submit(prompt, tokens_max, **sampling)
+        assert self.finish(request) == "length"
+        return self.answer(request)
+
+    def start(self, count: int, tokens: int = 4) -> list[int]:
+        """Begin ``count`` requests and wait until the first has some tokens."""
+        requests = [self.submit(prompt(i)) for i in range(count)]
+        self.wait(lambda: len(self.answer(requests[0])) >= tokens)
+        return requests
+
+    def close(self) -> None:
+        self.control.shutdown()
+        self.data.shutdown()
+        if self.process.poll() is None:
+            try:
+                self.process.wait(WAIT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.reader.join(WAIT_S)
+        self.control.close()
+        self.data.close()
+
+
+def prompt(i: int) -> list[int]:
+    return [(i * 31 + j * 7) % 250 + 1 for j in range(PROMPT_TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """``same`` has the weights of ``base``; ``other`` does not."""
+    root = tmp_path_factory.mktemp("builds")
+    for name, seed in (("base", 1), ("same", 1), ("other", 2)):
+        tiny_build(root / name, seed=seed, version="1.0.0", extra_files={"name": name.encode()})
+    return {path.name: path for path in root.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared: Engine, builds: dict[str, Path]) -> Engine:
+    """The module's engine, serving ``base`` and nothing else, idle."""
+    states = shared.ok(Stats())["generations"]
+    for generation in states:
+        if generation["state"] == "READY":
+            shared.ok(Release(generation["generation"]))
+    shared.active = shared.ok(Stats())["active_generation"]
+    shared.serve(builds["base"])
+    return shared
+
+
+def test_same_weights_swap_is_token_identical(engine: Engine, builds: dict[str, Path]) -> None:
+    expected = [engine.run(prompt(i)) for i in range(8)]
+    kv_bytes = engine.ok(Stats())["kv_bytes"]
+    requests = engine.start(8)
+    number, staged = engine.stage(builds["same"])
+    assert staged.data["mode"] == "carry"
+    swapped = engine.ok(Swap(number))
+    assert swapped["mode"] == "carry"
+    assert [engine.finish(request) for request in requests] == ["length"] * 8
+    assert [engine.answer(request) for request in requests] == expected
+    stats = engine.ok(Stats())
+    assert (stats["active_generation"], stats["host_state"]) == (number, "ACTIVE")
+    assert stats["kv_bytes"] == kv_bytes, "a carrying generation has no arena of its own"
+    # The message order is the order of generations.
+    exchange = engine.messages.index(Exchanged(number))
+    assert all(
+        (message.generation == number) == (position > exchange)
+        for position, message in enumerate(engine.messages)
+        if isinstance(message, Tokens) and position > exchange - 20
+    )
+
+
+@pytest.mark.parametrize("rollback", [False, True])
+def test_recomputed_continuation_is_the_new_builds_own(engine: Engine, builds: dict[str, Path], rollback: bool) -> None:
+    old = engine.active
+    number, staged = engine.stage(builds["other"])
+    assert staged.data["mode"] == "recompute"
+    requests = engine.start(6)
+    swapped = engine.ok(Swap(number))
+    assert (swapped["mode"], swapped["running"] > 0) == ("recompute", True)
+    if rollback:
+        engine.wait(lambda: any(generation == number for generation, *_ in engine.events(requests[0])))
+        assert engine.ok(Swap(old))["mode"] == "recompute"
+        assert engine.ok(Stats())["host_state"] == "STANDBY"
+    for request in requests:
+        assert engine.finish(request) == "length"
+    last = old if rollback else number
+    for i, request in enumerate(requests):
+        events = engine.events(request)
+        before = [token for generation, token, _ in events[: _first_of_last(events, last)]]
+        after = [token for _, token, _ in events[len(before) :]]
+        if after:
+            assert engine.run(prompt(i) + before, ANSWER_TOKENS - len(before)) == after
+
+
+def _first_of_last(events: list[tuple[int, int, str | None]], last: int) -> int:
+    """Where the final run of tokens of generation ``last`` begins."""
+    position = len(events)
+    while position and events[position - 1][0] == last:
+        position -= 1
+    return position
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 42}
+    alone = engine.run(prompt(0), **options)
+    crowd = [engine.submit(prompt(i)) for i in range(1, 4)]
+    assert engine.run(prompt(0), **options) == alone
+    assert [engine.finish(request) for request in crowd] == ["length"] * 3
+    assert engine.run(prompt(0), temperature=0.8) != engine.run(prompt(0), temperature=0.8)
+
+
+def test_requests_that_cannot_run_end_at_once(engine: Engine) -> None:
+    assert engine.finish(engine.submit([])) == "error"
+    assert engine.finish(engine.submit([256])) == "error"
+    assert engine.finish(engine.submit([1] * 64)) == "length"
+    assert engine.finish(engine.submit([1], tokens_max=0)) == "length"
+    assert len(engine.run([1] * 60, tokens_max=50)) == 4
+
+
+def test_stop_tokens_end_without_being_emitted(engine: Engine) -> None:
+    answer = engine.run(prompt(3))
+    stop = answer[5]
+    request = next(engine.requests)
+    engine.data.send(Submit(request, tuple(prompt(3)), ANSWER_TOKENS, Sampling(), (stop,)))
+    assert engine.finish(request) == "stop"
+    assert engine.answer(request) == answer[: answer.index(stop)]
+
+
+def test_cancel_ends_running_and_waiting_requests_alike(engine: Engine) -> None:
+    expected = engine.run(prompt(1))
+    requests = engine.start(6, tokens=2)
+    for request in (requests[0], requests[5]):
+        engine.data.send(Cancel(request))
+        assert engine.finish(request) == "cancelled"
+    assert engine.finish(requests[1]) == "length"
+    assert engine.answer(requests[1]) == expected
+    engine.data.send(Cancel(10**6))
+    assert engine.run(prompt(1)) == expected
+
+
+def test_drain_waits_for_the_running_and_holds_the_new(engine: Engine, builds: dict[str, Path]) -> None:
+    old, (number, _) = engine.active, engine.stage(builds["same"])
+    requests = engine.start(4)
+    engine.send(Swap(number, "drain"))
+    late = engine.submit(prompt(9))
+    assert engine.reply().data["mode"] == "drain"
+    assert {generation for request in requests for generation, *_ in engine.events(request)} == {old}
+    assert engine.finish(late) == "length"
+    assert {generation for generation, *_ in engine.events(late)} == {number}
+
+
+def test_a_missed_boundary_leaves_the_generation_ready(engine: Engine, builds: dict[str, Path]) -> None:
+    old, (number, _) = engine.active, engine.stage(builds["other"])
+    requests = engine.start(4)
+    assert engine.call(Swap(number, "drain", deadline_s=0.0)).code == "boundary_missed"
+    stats = engine.ok(Stats())
+    assert (stats["active_generation"], stats["host_state"]) == (old, "STANDBY")
+    assert [engine.finish(request) for request in requests] == ["length"] * 4
+    assert engine.ok(Swap(number))["mode"] == "recompute"
+
+
+def test_a_second_swap_is_refused_while_one_is_pending(engine: Engine, builds: dict[str, Path]) -> None:
+    number, _ = engine.stage(builds["same"])
+    engine.start(4)
+    for _ in range(2):
+        engine.send(Swap(number, "drain"))
+    assert engine.reply().ok
+    assert engine.reply().code == "swap_pending"
+
+
+def test_refusals_leave_serving_untouched(engine: Engine, builds: dict[str, Path], tmp_path: Path) -> None:
+    expected = engine.run(prompt(0))
+    requests = engine.start(1)
+    damaged = tiny_build(tmp_path / "damaged", seed=3, version="1.0.0")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\0" * 1000)
+    number, reply = engine.stage(tmp_path / "damaged")
+    assert (reply.code, "safetensors" in reply.what) == ("stage_failed", True)
+    assert engine.stage(builds["other"], digest=damaged.digest)[1].code == "stage_failed"
+    assert engine.call(Swap(number)).code == "not_ready"
+    assert engine.call(Inspect(number)).code == "not_ready"
+    assert engine.call(Release(engine.active)).code == "generation_in_use"
+    assert engine.call(Swap(engine.active)).code == "already_active"
+    number, reply = engine.stage(builds["other"])
+    assert reply.ok
+    assert engine.stage(builds["same"])[1].code == "resident_full"
+    assert engine.call(Swap(number, "carry")).code == "carry_refused"
+    assert engine.finish(requests[0]) == "length"
+    assert engine.answer(requests[0]) == expected
+
+
+def test_release_unmaps_the_build(engine: Engine, builds: dict[str, Path]) -> None:
+    maps = Path(f"/proc/{engine.process.pid}/maps")
+    weights = str(builds["other"] / "model.safetensors")
+    number, _ = engine.stage(builds["other"])
+    assert weights in maps.read_text()
+    kv_bytes = engine.ok(Stats())["kv_bytes"]
+    engine.ok(Release(number))
+    assert weights not in maps.read_text()
+    assert engine.ok(Stats())["kv_bytes"] * 2 == kv_bytes
+
+
+def test_inspect_digests_every_tensor_and_arm_answers(engine: Engine) -> None:
+    tensors = engine.ok(Inspect(engine.active))["tensors"]
+    assert tensors["lm_head.weight"] == {"alias_of": "model.embed_tokens.weight"}
+    assert tensors["model.norm.weight"]["shape"] == [64]
+    assert tensors["model.norm.weight"]["dtype"] == "float32"
+    assert len(tensors) == len(random_weights(tiny_config(), seed=1)) + 1
+    assert len({entry["digest"] for entry in tensors.values() if "digest" in entry}) == len(tensors) - 1
+    assert engine.ok(Arm()) == {"armed": True}
+
+
+def test_non_finite_logits_end_one_request_and_harm_no_other(engine: Engine, tmp_path: Path) -> None:
+    config = tiny_config(tied=False)
+    weights = random_weights(config, seed=4)
+    poison = 255  # never met by the golden prompt or the answers below
+    weights["model.embed_tokens.weight"][poison] = float("inf")
+    weights["lm_head.weight"][poison] = 0
+    (tmp_path / "b").mkdir()
+    save_file(weights, tmp_path / "b" / "model.safetensors")
+    (tmp_path / "b" / "rp.py").write_text("")
+    seal_build(tmp_path / "b", name="t", version="1.0.0", model=config, request_path="rp.py", runtime=TINY_RUNTIME)
+    engine.serve(tmp_path / "b")
+    expected = engine.run(prompt(1))
+    healthy = [engine.submit(prompt(1)), engine.submit(prompt(1))]
+    sick = engine.submit([3, poison, 5] * 10)
+    assert engine.finish(sick) == "error"
+    assert engine.answer(sick) == []
+    # Successors in the poisoned slot are sound.
+    healthy += [engine.submit(prompt(1)) for _ in range(4)]
+    for request in healthy:
+        assert engine.finish(request) == "length"
+        assert engine.answer(request) == expected
+    assert engine.ok(Stats())["nonfinite_rows"] == 1
+
+
+def test_stats_are_complete(engine: Engine) -> None:
+    engine.run(prompt(0))
+    stats = engine.ok(Stats())
+    assert stats["step_ms_max"] >= stats["step_ms_p99"] >= stats["step_ms_p50"] > 0
+    assert (stats["running"], stats["waiting"], stats["backend"]) == (0, 0, "tape" if not _cuda() else "cuda")
+    assert stats["weight_bytes"] > 0
+    assert stats["active_digest"].startswith("sha256:")
+    assert [entry["state"] for entry in stats["generations"]].count("ACTIVE") == 1
+
+
+def _cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+@pytest.fixture
+def own(builds: dict[str, Path]) -> Iterator[Engine]:
+    """An engine for a test that ends it."""
+    engine = Engine()
+    engine.serve(builds["base"])
+    yield engine
+    engine.close()
+
+
+def test_end_of_the_control_socket_ends_the_process(own: Engine) -> None:
+    own.start(4)
+    own.control.shutdown()
+    assert own.process.wait(WAIT_S) == 0
+
+
+def test_stop_is_answered_in_order_even_while_staging(own: Engine, builds: dict[str, Path]) -> None:
+    manifest = msgspec.json.decode((builds["other"] / "build.json").read_bytes(), type=BuildManifest)
+    own.send(Stage(9, str(builds["other"]), manifest.digest))
+    own.send(Stop())
+    assert own.reply().code in ("", "stopping")
+    assert own.reply().ok
+    assert own.process.wait(WAIT_S) == 0
+
+
+def test_a_lost_front_cancels_its_requests_and_keeps_the_engine(own: Engine) -> None:
+    own.start(4)
+    own.data.shutdown()
+    own.reader.join(WAIT_S)
+    give_up_s = time.monotonic() + WAIT_S
+    while (stats := own.ok(Stats()))["running"]:
+        assert time.monotonic() < give_up_s
+    assert (stats["running"], stats["waiting"], stats["requests_cancelled"] > 0) == (0, 0, True)
+    own.process.send_signal(signal.SIGUSR1)  # what the kernel sends when a parent thread ends: harmless
+    assert own.ok(Stats())["active_generation"] == own.active
