@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 
 from engine.process import run
+from patchctl.agent.hooks import arm_hook
 from snapshots.capture.state import digest_tensors
-from snapshots.capture.uffd import arm_self
 
 if __name__ == "__main__":
     data_fd, control_fd = (int(argument) for argument in sys.argv[1:])
-    sys.exit(run(data_fd, control_fd, arm=lambda: asdict(arm_self()), digest_tensors=digest_tensors))
+    sys.exit(run(data_fd, control_fd, arm=arm_hook, digest_tensors=digest_tensors))

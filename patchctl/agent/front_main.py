@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 
 from engine.front.process import run
-from snapshots.capture.uffd import arm_self
+from patchctl.agent.hooks import arm_hook
 
 if __name__ == "__main__":
     data_fd, control_fd, listen_fd = (int(argument) for argument in sys.argv[1:])
-    sys.exit(run(data_fd, control_fd, listen_fd, arm=lambda: asdict(arm_self())))
+    sys.exit(run(data_fd, control_fd, listen_fd, arm=arm_hook))

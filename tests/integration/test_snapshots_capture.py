@@ -210,7 +210,8 @@ def test_unmapped_memory_is_gone(child: Child) -> None:
 def test_forked_child_is_hashed_until_it_arms_itself(child: Child) -> None:
     base = int(child.run("b = new(40); put(b, range(40), 1); arm_self(); r = b"))
     child.run("a, z = os.pipe(); c, y = os.pipe()")
-    child.run("forked = lambda: (os.read(a, 1), put(b, [6], 5), os.write(y, b'x'), os.read(a, 1), os._exit(0))")
+    child.run("step = lambda: (os.write(y, b'x'), os.read(a, 1))")
+    child.run("forked = lambda: (os.read(a, 1), put(b, [6], 5), step(), arm_self(), step(), os._exit(0))")
     pid = int(child.run("r = os.fork() or forked()"))
     try:
         with WriteTracker(child.pid) as tracker, WriteTracker(pid) as fork_tracker:
@@ -219,11 +220,27 @@ def test_forked_child_is_hashed_until_it_arms_itself(child: Child) -> None:
             child.run("os.write(z, b'x'); os.read(c, 1); put(b, [8], 5)")
             new = capture_process(pid, "engine", tracker=fork_tracker)
             parent = capture_process(child.pid, "engine", tracker=tracker)
+            child.run("os.write(z, b'x'); os.read(c, 1)")
+            armed = capture_process(pid, "engine", tracker=fork_tracker)
     finally:
         os.kill(pid, signal.SIGKILL)
     assert region_at(new, base).method == "page_hash"
     assert event_bytes(diff_process(old, new), base, "changed") == PAGE_BYTES
     assert page_offsets(region_at(parent, base), base) == [8]
+    assert region_at(armed, base).method == "write_tracking"
+
+
+@tracking
+def test_memory_remapped_in_place_counts_as_written(child: Child) -> None:
+    base = int(child.run("b = new(4000); put(b, range(4000), 1); arm_self(); r = b"))
+    with WriteTracker(child.pid) as tracker:
+        capture_process(child.pid, "engine", tracker=tracker)
+        child.run("libc.mmap(ctypes.c_void_p(b), 4000 * 4096, 3, 0x32, -1, 0)")
+        child.run("libc.madvise(ctypes.c_void_p(b), ctypes.c_size_t(4000 * 4096), 15)")
+        child.run("put(b, range(0, 4000, 2), 1); arm_self()")  # more than one call's worth of untouched runs
+        found = region_at(capture_process(child.pid, "engine", tracker=tracker), base)
+    assert found.method == "write_tracking"
+    assert page_offsets(found, base) == list(range(0, 4000, 2))
 
 
 def test_without_arming_everything_is_hashed(child: Child) -> None:

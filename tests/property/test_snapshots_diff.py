@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshots.codec import SnapshotInvalidError, decode_snapshot, encode_snapshot
-from snapshots.diff import HostDiff, RegionEvent, diff, diff_process
+from snapshots.diff import HostDiff, diff, diff_process
 from snapshots.model import (
     PAGE_BYTES,
     Confidence,
@@ -26,6 +26,7 @@ from snapshots.model import (
     TensorState,
     TrackerScan,
 )
+from snapshots.region_diff import RegionEvent
 
 _MIRROR: dict[RegionEvent, RegionEvent] = {
     "new": "gone",
