@@ -36,6 +36,7 @@ def serve(
         typer.Option(help="NAME=FILE of a trust domain to accept; repeatable. Default: the home's own domains."),
     ] = None,
     bake_s: Annotated[float, typer.Option(min=1, help="Seconds a new generation is watched.")] = 12.0,
+    bake_max_s: Annotated[float, typer.Option(min=1, help="Longest wait for enough requests to judge.")] = 120.0,
     home: HomeOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -61,7 +62,7 @@ def serve(
         place,
         build=build,
         listen=_address(listen),
-        settings=Settings(environment=environment, bake=BakeLimits(bake_s=bake_s)),  # type: ignore[arg-type]  # checked above
+        settings=Settings(environment=environment, bake=BakeLimits(bake_s=bake_s, bake_s_max=bake_max_s)),  # type: ignore[arg-type]  # checked above
         policy=_policy(policy_data),
         trusted_roots=_trusted_roots(place, trusted_root),
         on_ready=on_ready,

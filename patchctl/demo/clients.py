@@ -23,15 +23,18 @@ _PROMPTS = (
 )
 _TOKENS_MAX = (24, 40, 32, 48, 28)
 _TIMEOUT_S = 120.0
+# A host that refuses everything must not be hammered.
+_AFTER_FAILURE_S = 0.1
 
 
 class StreamingClients:
-    """``count`` clients in one background thread; each starts a new request when the last one ended."""
+    """``count`` clients in one background thread; each starts a new request ``pause_s`` after the last one ended."""
 
-    def __init__(self, url: str, model: str, count: int) -> None:
+    def __init__(self, url: str, model: str, count: int, *, pause_s: float = 0.0) -> None:
         self._url = url
         self._model = model
         self._count = count
+        self._pause_s = pause_s
         self._stopping = threading.Event()
         self.responses: list[Response] = []
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="demo-clients", daemon=True)
@@ -74,8 +77,7 @@ class StreamingClients:
                 response.failure = f"{type(error).__name__}: {error}"
             if response.generations is None and not response.failure:
                 response.failure = "the stream ended without its last event"
-            if response.failure:
-                await asyncio.sleep(0.1)
+            await asyncio.sleep(max(self._pause_s, _AFTER_FAILURE_S if response.failure else 0.0))
 
 
 async def _read(http: httpx.AsyncClient, body: dict[str, object], response: Response) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -32,10 +33,11 @@ class Shell:
 
     Attributes:
         log: every command is echoed here before it runs; None keeps quiet.
+        extra: environment variables beside the caller's own.
     """
 
-    def __init__(self, home: Path, log: IO[str] | None) -> None:
-        self._environment = {**os.environ, "PATCHCTL_HOME": str(home)}
+    def __init__(self, home: Path, log: IO[str] | None, extra: Mapping[str, str] | None = None) -> None:
+        self._environment = {**os.environ, **(extra or {}), "PATCHCTL_HOME": str(home)}
         self._log = log
 
     def run(self, *arguments: str, expect: int = 0) -> Result:
