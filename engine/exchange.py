@@ -1,8 +1,9 @@
 """What to do about a pending swap at each step boundary. Pure.
 
 - *carry*: weights and KV layout are equal, both generations use one arena: exchange at once.
-- *recompute*: the new generation rebuilds the running sequences' KV in its own arena while the old one
-  serves on, and the exchange comes when it knows every token the old one knows.
+- *recompute*: the new generation rebuilds the running sequences' KV in its own arena beside each step of
+  the old one. When it is one token behind, one decode of all sequences brings it up to date, and the
+  exchange follows: nobody waits for more than two steps.
 - *drain*: admit nothing, exchange when nothing runs.
 """
 
@@ -27,6 +28,7 @@ class Action(enum.Enum):
 
     WAIT = "wait"
     AHEAD = "ahead"
+    CATCH_UP = "catch_up"
     EXCHANGE = "exchange"
     MISS = "miss"
 
@@ -37,13 +39,13 @@ class Boundary:
 
     Attributes:
         running: sequences in slots.
-        behind: some running sequence's KV is not yet complete in the target's arena.
+        behind: tokens that the target's arena lacks, of the sequence that is furthest behind.
         fits: every running sequence could continue on the target.
         late: the deadline has passed.
     """
 
     running: int
-    behind: bool
+    behind: int
     fits: bool
     late: bool
 
@@ -71,9 +73,11 @@ def decide(mode: Mode, boundary: Boundary) -> Action:
         return Action.MISS
     if mode == "drain":
         return Action.WAIT if boundary.running else Action.EXCHANGE
-    if boundary.behind:
+    if boundary.behind > 1:
         return Action.AHEAD
-    return Action.EXCHANGE if boundary.fits else Action.WAIT
+    if not boundary.fits:
+        return Action.WAIT
+    return Action.CATCH_UP if boundary.behind else Action.EXCHANGE
 
 
 def hold_admission(mode: Mode, ahead_steps: int) -> bool:

@@ -82,7 +82,7 @@ class Llama:
             # Queries and keys turn by the same angles: one rotation for both.
             qk = torch.cat((functional.linear(h, layer.q), functional.linear(h, layer.k)), dim=1)
             qk = _rotate(qk.view(bucket.rows, -1, config.head_dim), cos, sin)
-            q, k = qk.split((config.heads, config.kv_heads), dim=1)
+            q, k = qk[:, : config.heads], qk[:, config.heads :]
             v = functional.linear(h, layer.v).view(bucket.rows, config.kv_heads, config.head_dim)
             keys, values = kv[number, KEYS], kv[number, VALUES]
             keys.index_put_((slots, positions), k)

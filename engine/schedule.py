@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from engine.wire import FinishReason, Sampling, Token
 
 NO_TOKEN = -1
+# Lag of a sequence that one decode brings up to date.
+CATCH_UP_LAG = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +141,22 @@ class Schedule:
     def plan_ahead(self, arena: int, *, chunk_tokens_max: int) -> StepPlan | None:
         """A step that rebuilds KV in ``arena`` and emits nothing; None when every lag is 1.
 
-        The sequence furthest behind gets the chunk, the others keep pace with their own decoding: so
-        all reach lag 1 together, whatever their number.
+        The sequence furthest behind gets the chunk. Near the end the others keep pace with their own
+        decoding, so that all arrive together; before, that would only make the step longer, unless so
+        many run that chunks alone could hardly keep up with them.
         """
-        behind = [slot for slot, sequence in enumerate(self.running) if sequence.lag(arena) > 1]
-        chunk = max(behind, key=lambda slot: self.running[slot].lag(arena), default=None)
-        return self._plan(arena, behind, chunk, keep=1, chunk_tokens_max=chunk_tokens_max)
+        lags = {slot: sequence.lag(arena) for slot, sequence in enumerate(self.running) if sequence.lag(arena) > 1}
+        furthest = max(lags, key=lags.__getitem__, default=None)
+        if furthest is None:
+            return None
+        if lags[furthest] == CATCH_UP_LAG:
+            return self._plan(arena, lags, None, keep=1, chunk_tokens_max=chunk_tokens_max)
+        pace = lags[furthest] <= chunk_tokens_max or 2 * len(lags) >= chunk_tokens_max
+        return self._plan(arena, lags if pace else (), furthest, keep=1, chunk_tokens_max=chunk_tokens_max)
+
+    def lag_max(self, arena: int) -> int:
+        """The largest lag of the running sequences; 1 when nothing runs."""
+        return max((sequence.lag(arena) for sequence in self.running), default=1)
 
     def _plan(
         self, arena: int, slots: Iterable[int], chunk: int | None, *, keep: int, chunk_tokens_max: int

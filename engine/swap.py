@@ -107,15 +107,16 @@ class SwapMachine:
         return [number for number, state in self.states.items() if state not in ENDED]
 
     def begin(self, number: int) -> None:
-        """Start staging ``number``.
+        """Start staging ``number``; the number of an ended generation may be used again.
 
         Raises:
             SwapRefusedError: ``generation_exists``, or ``resident_full`` with two generations resident.
         """
-        if number in self.states:
+        if number in self.resident:
             raise SwapRefusedError("generation_exists", f"generation {number} is {self.states[number]}")
         if len(self.resident) >= RESIDENT_MAX:
             raise SwapRefusedError("resident_full", f"generations {self.resident} are resident, release one first")
+        self.states.pop(number, None)
         self.states[number] = State.LOADING
 
     def apply(self, number: int, event: Event) -> State:

@@ -19,9 +19,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.build import BuildManifest, seal_build
+from engine.build import BuildManifest, RuntimeOptions, seal_build
 from engine.framing import Connection
-from engine.testing import TINY_RUNTIME, random_weights, tiny_build, tiny_config
+from engine.testing import random_weights, tiny_build, tiny_config
 from engine.wire import (
     Arm,
     Cancel,
@@ -47,8 +47,9 @@ from engine.process import run
 digest = lambda arrays: {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
 sys.exit(run(int(sys.argv[1]), int(sys.argv[2]), arm=lambda: {"armed": True}, digest_tensors=digest))
 """
-# Long enough for a swap to find it running, short enough for the tiny context of 64.
-PROMPT_TOKENS, ANSWER_TOKENS = 11, 45
+# The context leaves room for answers that are still running when a second swap comes.
+RUNTIME = RuntimeOptions(batch_sizes=(1, 2, 4), contexts=(32, 256), prefill_chunk_tokens=8)
+PROMPT_TOKENS, ANSWER_TOKENS, LONG_ANSWER_TOKENS = 11, 45, 230
 
 
 class Engine:
@@ -148,9 +149,9 @@ class Engine:
         assert self.finish(request) == "length"
         return self.answer(request)
 
-    def start(self, count: int, tokens: int = 4) -> list[int]:
+    def start(self, count: int, tokens: int = 4, length: int = ANSWER_TOKENS) -> list[int]:
         """Begin ``count`` requests and wait until the first has some tokens."""
-        requests = [self.submit(prompt(i)) for i in range(count)]
+        requests = [self.submit(prompt(i), length) for i in range(count)]
         self.wait(lambda: len(self.answer(requests[0])) >= tokens)
         return requests
 
@@ -177,7 +178,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """``same`` has the weights of ``base``; ``other`` does not."""
     root = tmp_path_factory.mktemp("builds")
     for name, seed in (("base", 1), ("same", 1), ("other", 2)):
-        tiny_build(root / name, seed=seed, version="1.0.0", extra_files={"name": name.encode()})
+        tiny_build(root / name, seed=seed, version="1.0.0", extra_files={"name": name.encode()}, runtime=RUNTIME)
     return {path.name: path for path in root.iterdir()}
 
 
@@ -201,18 +202,18 @@ def engine(shared: Engine, builds: dict[str, Path]) -> Engine:
 
 
 def test_same_weights_swap_is_token_identical(engine: Engine, builds: dict[str, Path]) -> None:
-    expected = [engine.run(prompt(i)) for i in range(8)]
+    expected = [engine.run(prompt(i), LONG_ANSWER_TOKENS) for i in range(8)]
     kv_bytes = engine.ok(Stats())["kv_bytes"]
-    requests = engine.start(8)
     number, staged = engine.stage(builds["same"])
     assert staged.data["mode"] == "carry"
+    assert engine.ok(Stats())["kv_bytes"] == kv_bytes, "a carrying generation has no arena of its own"
+    requests = engine.start(8, length=LONG_ANSWER_TOKENS)
     swapped = engine.ok(Swap(number))
-    assert swapped["mode"] == "carry"
+    assert (swapped["mode"], swapped["running"]) == ("carry", 4)
     assert [engine.finish(request) for request in requests] == ["length"] * 8
     assert [engine.answer(request) for request in requests] == expected
     stats = engine.ok(Stats())
     assert (stats["active_generation"], stats["host_state"]) == (number, "ACTIVE")
-    assert stats["kv_bytes"] == kv_bytes, "a carrying generation has no arena of its own"
     # The message order is the order of generations.
     exchange = engine.messages.index(Exchanged(number))
     assert all(
@@ -222,27 +223,63 @@ def test_same_weights_swap_is_token_identical(engine: Engine, builds: dict[str, 
     )
 
 
+def test_staging_does_not_disturb_running_sequences(engine: Engine, builds: dict[str, Path]) -> None:
+    expected = [engine.run(prompt(i)) for i in range(4)]
+    stop = threading.Event()
+    answers: list[tuple[int, list[int]]] = []
+
+    def load(i: int) -> None:
+        while not stop.is_set():
+            answers.append((i, engine.run(prompt(i))))
+
+    threads = [threading.Thread(target=load, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for build in ("same", "other"):
+        number, reply = engine.stage(builds[build])
+        assert reply.ok
+        engine.ok(Release(number))
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(answers) > 4
+    assert all(answer == expected[i] for i, answer in answers)
+
+
 @pytest.mark.parametrize("rollback", [False, True])
 def test_recomputed_continuation_is_the_new_builds_own(engine: Engine, builds: dict[str, Path], rollback: bool) -> None:
     old = engine.active
     number, staged = engine.stage(builds["other"])
     assert staged.data["mode"] == "recompute"
-    requests = engine.start(6)
+    # The short one leaves a hole that KV is moved into, in both arenas, before the rollback.
+    lengths = [LONG_ANSWER_TOKENS, 40, LONG_ANSWER_TOKENS, LONG_ANSWER_TOKENS, 30, 40]
+    requests = [engine.submit(prompt(i), length) for i, length in enumerate(lengths)]
+    engine.wait(lambda: len(engine.answer(requests[3])) >= 4)
     swapped = engine.ok(Swap(number))
-    assert (swapped["mode"], swapped["running"] > 0) == ("recompute", True)
+    assert swapped["mode"] == "recompute"
+    assert swapped["ahead_steps"] > 0
     if rollback:
-        engine.wait(lambda: any(generation == number for generation, *_ in engine.events(requests[0])))
-        assert engine.ok(Swap(old))["mode"] == "recompute"
+        assert engine.finish(requests[1]) == "length"
+        back = engine.ok(Swap(old))
+        assert (back["mode"], back["running"]) == ("recompute", 4)
         assert engine.ok(Stats())["host_state"] == "STANDBY"
     for request in requests:
         assert engine.finish(request) == "length"
+    _every_exchange_was_seamless(engine, number, swapped["running"])
     last = old if rollback else number
     for i, request in enumerate(requests):
         events = engine.events(request)
-        before = [token for generation, token, _ in events[: _first_of_last(events, last)]]
+        before = [token for _, token, _ in events[: _first_of_last(events, last)]]
         after = [token for _, token, _ in events[len(before) :]]
         if after:
-            assert engine.run(prompt(i) + before, ANSWER_TOKENS - len(before)) == after
+            assert engine.run(prompt(i) + before, lengths[i] - len(before)) == after
+
+
+def _every_exchange_was_seamless(engine: Engine, number: int, running: int) -> None:
+    """The step after the exchange served every sequence that ran: nobody waited for a prefill."""
+    following = engine.messages[engine.messages.index(Exchanged(number)) + 1]
+    assert isinstance(following, Tokens)
+    assert len(following.tokens) == running
 
 
 def _first_of_last(events: list[tuple[int, int, str | None]], last: int) -> int:
@@ -265,9 +302,9 @@ def test_seeded_sampling_does_not_depend_on_the_batch(engine: Engine) -> None:
 def test_requests_that_cannot_run_end_at_once(engine: Engine) -> None:
     assert engine.finish(engine.submit([])) == "error"
     assert engine.finish(engine.submit([256])) == "error"
-    assert engine.finish(engine.submit([1] * 64)) == "length"
+    assert engine.finish(engine.submit([1] * 256)) == "length"
     assert engine.finish(engine.submit([1], tokens_max=0)) == "length"
-    assert len(engine.run([1] * 60, tokens_max=50)) == 4
+    assert len(engine.run([1] * 252, tokens_max=50)) == 4
 
 
 def test_stop_tokens_end_without_being_emitted(engine: Engine) -> None:
@@ -293,7 +330,7 @@ def test_cancel_ends_running_and_waiting_requests_alike(engine: Engine) -> None:
 
 def test_drain_waits_for_the_running_and_holds_the_new(engine: Engine, builds: dict[str, Path]) -> None:
     old, (number, _) = engine.active, engine.stage(builds["same"])
-    requests = engine.start(4)
+    requests = engine.start(4, length=LONG_ANSWER_TOKENS)
     engine.send(Swap(number, "drain"))
     late = engine.submit(prompt(9))
     assert engine.reply().data["mode"] == "drain"
@@ -304,7 +341,7 @@ def test_drain_waits_for_the_running_and_holds_the_new(engine: Engine, builds: d
 
 def test_a_missed_boundary_leaves_the_generation_ready(engine: Engine, builds: dict[str, Path]) -> None:
     old, (number, _) = engine.active, engine.stage(builds["other"])
-    requests = engine.start(4)
+    requests = engine.start(4, length=LONG_ANSWER_TOKENS)
     assert engine.call(Swap(number, "drain", deadline_s=0.0)).code == "boundary_missed"
     stats = engine.ok(Stats())
     assert (stats["active_generation"], stats["host_state"]) == (old, "STANDBY")
@@ -314,7 +351,7 @@ def test_a_missed_boundary_leaves_the_generation_ready(engine: Engine, builds: d
 
 def test_a_second_swap_is_refused_while_one_is_pending(engine: Engine, builds: dict[str, Path]) -> None:
     number, _ = engine.stage(builds["same"])
-    engine.start(4)
+    engine.start(4, length=LONG_ANSWER_TOKENS)
     for _ in range(2):
         engine.send(Swap(number, "drain"))
     assert engine.reply().ok
@@ -324,7 +361,7 @@ def test_a_second_swap_is_refused_while_one_is_pending(engine: Engine, builds: d
 def test_refusals_leave_serving_untouched(engine: Engine, builds: dict[str, Path], tmp_path: Path) -> None:
     expected = engine.run(prompt(0))
     requests = engine.start(1)
-    damaged = tiny_build(tmp_path / "damaged", seed=3, version="1.0.0")
+    damaged = tiny_build(tmp_path / "damaged", seed=3, version="1.0.0", runtime=RUNTIME)
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\0" * 1000)
     number, reply = engine.stage(tmp_path / "damaged")
     assert (reply.code, "safetensors" in reply.what) == ("stage_failed", True)
@@ -371,7 +408,7 @@ def test_non_finite_logits_end_one_request_and_harm_no_other(engine: Engine, tmp
     (tmp_path / "b").mkdir()
     save_file(weights, tmp_path / "b" / "model.safetensors")
     (tmp_path / "b" / "rp.py").write_text("")
-    seal_build(tmp_path / "b", name="t", version="1.0.0", model=config, request_path="rp.py", runtime=TINY_RUNTIME)
+    seal_build(tmp_path / "b", name="t", version="1.0.0", model=config, request_path="rp.py", runtime=RUNTIME)
     engine.serve(tmp_path / "b")
     expected = engine.run(prompt(1))
     healthy = [engine.submit(prompt(1)), engine.submit(prompt(1))]

@@ -233,7 +233,7 @@ def test_a_full_disk_while_staging_changes_nothing(fresh: HostKit) -> None:
         pytest.skip("a tmpfs can't be mounted here, so a full disk can't be made")
     try:
         with fresh.host() as host:
-            (store / "filler").write_bytes(bytes(3 << 20))
+            (store / "filler").write_bytes(bytes(12 << 20))
             refused = host.deploy(patch, expect=ExitCode.HELD)
             assert refused.error is not None
             assert refused.error["code"] == "store.disk_short"

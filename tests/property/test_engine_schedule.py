@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.schedule import Limits, Schedule, Sequence, StepPlan
+from engine.schedule import CATCH_UP_LAG, Limits, Schedule, Sequence, StepPlan
 from engine.wire import Sampling
 
 OLD, NEW = 1, 2
@@ -65,13 +65,17 @@ class Serving(RuleBasedStateMachine):
 
     @rule()
     def exchange(self) -> None:
-        """Rebuild until caught up, as a pending swap does, then serve from the other arena."""
-        for _ in range(40):
-            self.turn(ahead=True)
-            if self.schedule.plan_ahead(self.other, chunk_tokens_max=CHUNK) is None:
+        """Rebuild beside serving until one token behind, catch up with one decode, serve from the other arena."""
+        for _ in range(100):
+            if self.schedule.lag_max(self.other) <= CATCH_UP_LAG:
                 break
+            self.turn(ahead=True)
         else:
             raise AssertionError("rebuilding never catches up")
+        if (plan := self.schedule.plan_ahead(self.other, chunk_tokens_max=CHUNK)) is not None:
+            assert plan.chunk is None
+            self.compute(self.other, plan)
+        assert self.schedule.lag_max(self.other) == 1
         self.serving = self.other
 
     @property
@@ -82,16 +86,17 @@ class Serving(RuleBasedStateMachine):
         self.sweep()
         for token in self.schedule.admit(LIMITS):
             self.end(token.request, token.finish)
+        beside = self.schedule.plan_ahead(self.other, chunk_tokens_max=CHUNK) if ahead else None
         plan = self.schedule.plan(self.serving, chunk_tokens_max=CHUNK)
+        if beside is not None:
+            assert not any(feed.emits for feed in beside.feeds)
+            self.compute(self.other, beside)
         if plan is not None:
             self.compute(self.serving, plan)
             for feed in plan.feeds:
                 if feed.emits:
                     self.emit(feed.slot)
         self.sweep()
-        if ahead and (plan := self.schedule.plan_ahead(self.other, chunk_tokens_max=CHUNK)) is not None:
-            assert not any(feed.emits for feed in plan.feeds)
-            self.compute(self.other, plan)
 
     def compute(self, arena: int, plan: StepPlan) -> None:
         slots = [feed.slot for feed in plan.feeds]

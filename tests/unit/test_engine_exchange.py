@@ -37,19 +37,22 @@ def test_policy_that_would_mix_models_is_refused(policy: Policy, same_vocabulary
 @pytest.mark.parametrize(
     ("mode", "running", "behind", "fits", "late", "action"),
     [
-        ("carry", 4, False, True, False, Action.EXCHANGE),
-        ("carry", 0, False, True, False, Action.EXCHANGE),
-        ("recompute", 4, True, True, False, Action.AHEAD),
-        ("recompute", 4, False, True, False, Action.EXCHANGE),
-        ("recompute", 4, False, False, False, Action.WAIT),
-        ("drain", 1, False, True, False, Action.WAIT),
-        ("drain", 0, False, False, False, Action.EXCHANGE),
-        ("carry", 4, False, True, True, Action.MISS),
-        ("recompute", 4, True, True, True, Action.MISS),
-        ("drain", 0, False, True, True, Action.MISS),
+        ("carry", 4, 0, True, False, Action.EXCHANGE),
+        ("carry", 0, 0, True, False, Action.EXCHANGE),
+        ("recompute", 4, 2, True, False, Action.AHEAD),
+        ("recompute", 4, 2, False, False, Action.AHEAD),
+        ("recompute", 4, 1, True, False, Action.CATCH_UP),
+        ("recompute", 4, 1, False, False, Action.WAIT),
+        ("recompute", 4, 0, True, False, Action.EXCHANGE),
+        ("recompute", 4, 0, False, False, Action.WAIT),
+        ("drain", 1, 0, True, False, Action.WAIT),
+        ("drain", 0, 0, False, False, Action.EXCHANGE),
+        ("carry", 4, 0, True, True, Action.MISS),
+        ("recompute", 4, 9, True, True, Action.MISS),
+        ("drain", 0, 0, True, True, Action.MISS),
     ],
 )
-def test_decide(mode: Mode, running: int, behind: bool, fits: bool, late: bool, action: Action) -> None:
+def test_decide(mode: Mode, running: int, behind: int, fits: bool, late: bool, action: Action) -> None:
     assert decide(mode, Boundary(running=running, behind=behind, fits=fits, late=late)) is action
 
 
