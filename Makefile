@@ -24,7 +24,7 @@ wheel: .venv/.dev
 	$(BIN)/check-wheel-contents dist
 
 bench: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m tests.benchmarks.run
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/benchmarks/run.py
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache bench.json

@@ -53,20 +53,18 @@ def play(home: Home, model: Path, name: str, tell: Callable[[str], None]) -> Sto
     shell = Shell(home.root, sys.stderr)
     tell("Building 1.0.0 (a streaming writer that never lets go), 1.0.1 (the fix), 1.0.2 (a careless follow-up)")
     builds = make_builds(model, name, home.root / "builds")
-    domain = shell.run("trust", "init", "local").data
-    policy = home.root / "policy.json"
-    policy.write_text(json.dumps(_policy_data(domain["issuer"])))
-    with _host(shell, builds.folders["1.0.0"], policy) as url, _clients(url, name) as clients:
+    policy = write_policy(shell, home)
+    with hosting(shell, builds.folders["1.0.0"], policy) as url, _clients(url, name) as clients:
         baseline = _baseline(clients, tell)
         patches, transactions = {}, {}
 
         tell("\nHotfix 1.0.1: replaces the streaming writer")
-        patches["1.0.1"] = _release(shell, builds, home, ("1.0.0", "1.0.1"), sequence=1, growth_max=4096)
+        patches["1.0.1"] = release(shell, builds, home, ("1.0.0", "1.0.1"), sequence=1, growth_max=4096)
         done = shell.run("deploy", str(_file(home, "1.0.1")))
         transactions["1.0.1"] = _tell_transaction(home, done.data, tell)
 
         tell(f"\nPatch 1.0.2: says it changes nothing but metadata, and changes {builds.changed_tensor}")
-        patches["1.0.2"] = _release(shell, builds, home, ("1.0.1", "1.0.2"), sequence=2, growth_max=4096)
+        patches["1.0.2"] = release(shell, builds, home, ("1.0.1", "1.0.2"), sequence=2, growth_max=4096)
         done = shell.run("deploy", str(_file(home, "1.0.2")), expect=ExitCode.ROLLED_BACK)
         transactions["1.0.2"] = _tell_transaction(home, done.data, tell)
 
@@ -81,18 +79,22 @@ def play(home: Home, model: Path, name: str, tell: Callable[[str], None]) -> Sto
     )
 
 
-def _policy_data(issuer: str) -> dict[str, Any]:
-    """Who may sign for the demo's host, and the one check it lowers.
+def write_policy(shell: Shell, home: Home) -> Path:
+    """Create the trust domain and say who may sign for the demo's host, and which one check it lowers.
 
     The gate would deny 1.0.2 by itself, because its actions exceed its declaration. The demo lets that
     pass to show the last line of defence: the memory verdict, which no load-time trick evades.
     """
+    issuer = shell.run("trust", "init", "local").data["issuer"]
     signer = {"domain": "local", "issuer": issuer, "identity": _RELEASE, "channels": ["stable"]}
-    return {"identities": [signer], "declaration_partial": "pass"}
+    policy = home.root / "policy.json"
+    policy.write_text(json.dumps({"identities": [signer], "declaration_partial": "pass"}))
+    return policy
 
 
 @contextmanager
-def _host(shell: Shell, build: Path, policy: Path) -> Iterator[str]:
+def hosting(shell: Shell, build: Path, policy: Path) -> Iterator[str]:
+    """The demo's engine host; yields the URL of its API."""
     arguments = ("--build", str(build), "--listen", "127.0.0.1:0", "--environment", "lab")
     host: subprocess.Popen[str] | None = None
     try:
@@ -135,9 +137,10 @@ def _file(home: Home, version: str) -> Path:
     return home.root / f"hotfix-{version}.patch"
 
 
-def _release(
+def release(
     shell: Shell, builds: Builds, home: Home, versions: tuple[str, str], *, sequence: int, growth_max: int
 ) -> dict[str, Any]:
+    """Build and sign the patch between two versions; returns what ``patchctl build`` said of it."""
     base, target = versions
     patch = _file(home, target)
     declared = ["--declare-file", REQUEST_PATH] if target == "1.0.1" else []

@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--state-mib", type=int, default=512)
     options = parser.parse_args()
-    print(  # noqa: T201 - the output
+    print(
         json.dumps(
             {
                 "tracked_diff": bench_tracked(options.gib, options.dirty, options.rounds),
