@@ -1,0 +1,1 @@
+"""Graph backends: capture a step once, replay it without running model code."""

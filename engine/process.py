@@ -1,0 +1,140 @@
+"""The engine process: sockets, threads, and how they end.
+
+Threads: this one reads control messages; a reader feeds the serve loop from the data socket; the serve
+loop owns the device; a worker stages; a replier answers in order. The process ends on ``Stop``, on end
+of file on the control socket (the agent died), and when the serve loop fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import threading
+from concurrent.futures import CancelledError, Future
+
+import msgspec
+import torch
+
+from engine import collector
+from engine.controller import ArmHook, Controller, DigestTensors
+from engine.framing import Connection, FramingError
+from engine.graphs.select import select_device
+from engine.loop import ServeLoop
+from engine.wire import Control, Reply, Stop, ToEngine
+
+# prctl(2).
+_PR_SET_PDEATHSIG = 1
+_JOIN_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+def _die_with_parent() -> None:
+    """End this process when its parent process dies, even if someone else keeps our sockets open.
+
+    The kernel sends the signal when the parent *thread* dies, so the handler looks whether the process
+    is really gone.
+    """
+    parent = os.getppid()
+
+    def check(_signum: int, _frame: object) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    signal.signal(signal.SIGUSR1, check)
+    # Ctrl-C goes to the whole terminal group; the agent then stops us in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
+
+
+def _read_front(data: Connection, loop: ServeLoop) -> None:
+    """Post the front's messages until it goes; then nobody waits for its requests any more."""
+    decoder = msgspec.msgpack.Decoder(ToEngine)
+    try:
+        while (frame := data.recv()) is not None:
+            loop.post(decoder.decode(frame))
+    except (OSError, FramingError, msgspec.MsgspecError):
+        _log.exception("the front's connection failed")
+    loop.drop_requests()
+
+
+def _reply_in_order(control: Connection, replies: queue.SimpleQueue[Future[Reply] | None]) -> None:
+    """Send each reply when it is due and those before it are sent."""
+    while (future := replies.get()) is not None:
+        try:
+            reply = future.result()
+        except CancelledError:
+            reply = Reply("stopping", "the engine is stopping")
+        try:
+            control.send(reply)
+        except FramingError as error:
+            control.send(Reply("reply_too_large", str(error)))
+        except OSError:
+            return
+
+
+def _serve_control(
+    control: Connection, controller: Controller, replies: queue.SimpleQueue[Future[Reply] | None]
+) -> None:
+    """Until ``Stop`` or end of file."""
+    decoder = msgspec.msgpack.Decoder(Control)
+    while (frame := control.recv()) is not None:
+        message = decoder.decode(frame)
+        replies.put(controller.handle(message))
+        if isinstance(message, Stop):
+            return
+
+
+def run(data_fd: int, control_fd: int, *, arm: ArmHook, digest_tensors: DigestTensors, threads: int = 1) -> int:
+    """Serve until told to stop; call it from the main thread of a process of its own.
+
+    Args:
+        data_fd: connected stream socket to the front.
+        control_fd: connected stream socket to the agent.
+        arm: starts write tracking of this process; its result is the reply to ``Arm``.
+        digest_tensors: maps named uint8 ``[n]`` arrays to digests, for ``Inspect``.
+        threads: CPU threads of one step; 1 is best on shared cores.
+
+    Returns:
+        The exit status: 0, or 1 when the serve loop or the control connection failed.
+    """
+    _die_with_parent()
+    torch.set_num_threads(threads)
+    data, control = Connection.from_fd(data_fd), Connection.from_fd(control_fd)
+    replies: queue.SimpleQueue[Future[Reply] | None] = queue.SimpleQueue()
+    failed = threading.Event()
+    loop = ServeLoop(data.send)
+    controller = Controller(loop, device=select_device(), arm=arm, digest_tensors=digest_tensors)
+
+    def serve() -> None:
+        try:
+            loop.run()
+        except Exception:
+            # Nothing sensible can be served after a defect in the loop; the agent restarts the last build.
+            _log.exception("the serve loop failed")
+            failed.set()
+            control.shutdown()
+
+    serving = threading.Thread(target=serve, name="serve", daemon=True)
+    reading = threading.Thread(target=_read_front, args=(data, loop), name="front-reader", daemon=True)
+    replying = threading.Thread(target=_reply_in_order, args=(control, replies), name="replier", daemon=True)
+    collector.exempt_present()
+    for thread in (serving, reading, replying):
+        thread.start()
+    try:
+        _serve_control(control, controller, replies)
+    except (OSError, FramingError, msgspec.MsgspecError):
+        _log.exception("the control connection failed")
+        failed.set()
+    # Teardown: everything a thread may wait for is ended before the thread is joined.
+    loop.stop()
+    data.shutdown()
+    for thread in (serving, reading):
+        thread.join(_JOIN_S)
+    controller.close()
+    replies.put(None)
+    replying.join(_JOIN_S)
+    control.shutdown()
+    return 1 if failed.is_set() else 0
