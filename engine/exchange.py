@@ -73,10 +73,10 @@ def decide(mode: Mode, boundary: Boundary) -> Action:
         return Action.MISS
     if mode == "drain":
         return Action.WAIT if boundary.running else Action.EXCHANGE
-    if boundary.behind > 1:
-        return Action.AHEAD
     if not boundary.fits:
         return Action.WAIT
+    if boundary.behind > 1:
+        return Action.AHEAD
     return Action.CATCH_UP if boundary.behind else Action.EXCHANGE
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from patchctl.agent.context import HostContext
 from patchctl.agent.evidence import Evidence
 from patchctl.agent.watch import monotonic_s
+from patchctl.bundle.config import Declared
 from patchctl.errors import ExitCode, PatchctlError
 
 # How often failures are looked at; the rollback follows within one step boundary plus this.
@@ -32,8 +33,8 @@ def breach(before: Counters, now: Counters) -> str:
     return ""
 
 
-def bake(context: HostContext, evidence: Evidence, *, generation: int) -> dict[str, Any]:
-    """Wait out the settle time and the growth window.
+def bake(context: HostContext, evidence: Evidence, declared: Declared, *, generation: int) -> dict[str, Any]:
+    """Wait out the settle time, then the growth window, extended while it shows nothing either way.
 
     Raises:
         PatchctlError: ``bake.breach`` as soon as a failure is seen, ``bake.too_few_requests`` when traffic
@@ -50,7 +51,8 @@ def bake(context: HostContext, evidence: Evidence, *, generation: int) -> dict[s
         now = _look(context, before)
         baked_s = monotonic_s() - started
         requests = now.requests_completed - start.requests_completed
-        if baked_s >= limits.bake_s and requests >= limits.requests_min:
+        enough = baked_s >= limits.bake_s and requests >= limits.requests_min
+        if enough and (evidence.growth_is_settled(declared) or baked_s >= limits.bake_s_max):
             return {"note": f"{requests} requests in {baked_s:.1f} s, none failed", "requests": requests}
         if baked_s >= limits.bake_s_max:
             raise _not_baked(

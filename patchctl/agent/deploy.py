@@ -15,6 +15,7 @@ from patchctl.agent.context import HostContext, unix_now
 from patchctl.agent.evidence import Evidence, record_generation
 from patchctl.agent.facts import gather
 from patchctl.agent.stager import stage_in_child
+from patchctl.agent.watch import monotonic_s
 from patchctl.bundle.declaration import changed_files
 from patchctl.bundle.read import PatchFile
 from patchctl.claims import first_difference
@@ -153,7 +154,9 @@ class Deploy:
         self._evidence.begin_before_window()
         number = context.journal.add_generation(config.target_digest, config.target_manifest.version, self._record.id)
         self._loaded = staged = _Staged(number, context.store.path(config.target_digest), old)
+        started_s = monotonic_s()
         child = stage_in_child(patch.fd, context.store.path(old.digest), context.home.store)
+        unpack_ms = (monotonic_s() - started_s) * 1e3
         report = context.host.stage(number, staged.folder, config.target_digest)
         if report["golden"] != child["golden"]:
             raise PatchctlError(
@@ -164,9 +167,9 @@ class Deploy:
                 serving=_SERVING,
                 next_command="patchctl history -o json",
             )
-        note = f"generation {number}, {report['mode']}; load {report['load_ms']:.0f} ms, "
-        note += f"capture {report['capture_ms']:.0f} ms"
-        return StepResult(data={"note": note, "generation": number, **report})
+        note = f"generation {number}, {report['mode']}; unpack and golden test {unpack_ms:.0f} ms, "
+        note += f"load {report['load_ms']:.0f} ms, capture and warm {report['capture_ms'] + report['warm_ms']:.0f} ms"
+        return StepResult(data={"note": note, "generation": number, "unpack_ms": round(unpack_ms, 1), **report})
 
     def _snapshot_before(self) -> StepResult:
         return StepResult(data=self._evidence.take_before(old=self._staged.old.number, new=self._staged.number))
@@ -183,7 +186,9 @@ class Deploy:
         return any(path.startswith("tokenizer") for path in changed_files(self._patch.config))
 
     def _bake(self) -> StepResult:
-        return StepResult(data=bake(self._context, self._evidence, generation=self._staged.number))
+        return StepResult(
+            data=bake(self._context, self._evidence, self._patch.config.declared, generation=self._staged.number)
+        )
 
     def _snapshot_after(self) -> StepResult:
         return StepResult(data=self._evidence.take_after(old=self._staged.old.number, new=self._staged.number))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from patchctl.agent.context import HostContext
 from patchctl.agent.watch import ROLES, monotonic_s
 from patchctl.atomic import write_atomic
@@ -17,8 +19,9 @@ from snapshots.capture.process import capture_process
 from snapshots.codec import encode_snapshot
 from snapshots.diff import diff
 from snapshots.growth import Growth, GrowthEstimate, estimate_growth
+from snapshots.growth_findings import GrowthEvidence, growth_findings
 from snapshots.model import GenerationState, HostSnapshot, ProcessSnapshot, TensorState
-from snapshots.verdict import DeclaredEffects, GrowthEvidence, Verdict, judge
+from snapshots.verdict import DeclaredEffects, Verdict, VerdictLimits, judge
 
 
 @dataclass(slots=True)
@@ -77,23 +80,40 @@ class Evidence:
         """The verdict; diff and verdict are kept beside the snapshots."""
         assert self._before is not None
         assert self._after is not None
+        self._growth = self._estimate(self._windows.after_end_s)
+        difference = diff(self._before, self._after)
+        verdict = judge(difference, _effects(declared), self._growth)
+        self._write("diff.json", difference.as_dict())
+        self._write("samples.json", self._samples())
+        self._write("verdict.json", verdict.as_dict())
+        return verdict
+
+    def growth_is_settled(self, declared: Declared) -> bool:
+        """Whether the samples so far show growth, or rule it out, for every process."""
+        limits, effects = VerdictLimits(), _effects(declared)
+        findings = growth_findings(
+            self._estimate(monotonic_s()),
+            effects.growth_bytes_per_request_max,
+            limits.roles,
+            limits.growth_noise_bytes_per_request,
+        )
+        return all(finding.effect != "unknown" for finding in findings)
+
+    def _estimate(self, until_s: float) -> dict[str, GrowthEvidence]:
         windows, watch = self._windows, self._context.watch
         before = watch.between(windows.before_start_s, windows.before_end_s)
-        after = watch.between(windows.after_start_s, windows.after_end_s)
-        self._growth = {
+        after = watch.between(windows.after_start_s, until_s)
+        return {
             role: GrowthEvidence(before=estimate_growth(before[role]), after=estimate_growth(after[role]))
             for role in ROLES
         }
-        limit = declared.growth_bytes_per_request_max
-        effects = DeclaredEffects(
-            tensors=declared.tensors,
-            growth_bytes_per_request_max={} if limit is None else dict.fromkeys(ROLES, limit),
-        )
-        difference = diff(self._before, self._after)
-        verdict = judge(difference, effects, self._growth)
-        self._write("diff.json", difference.as_dict())
-        self._write("verdict.json", verdict.as_dict())
-        return verdict
+
+    def _samples(self) -> dict[str, dict[str, Any]]:
+        """The readings behind the growth estimates, so that they can be checked later."""
+        windows, watch = self._windows, self._context.watch
+        before = watch.between(windows.before_start_s, windows.before_end_s)
+        after = watch.between(windows.after_start_s, windows.after_end_s)
+        return {role: {"before": to_builtins(before[role]), "after": to_builtins(after[role])} for role in ROLES}
 
     def growth_figures(self) -> dict[str, dict[str, float | None]]:
         """Bytes kept per request by each role, before and after; None where samples were too few."""
@@ -134,6 +154,14 @@ class Evidence:
 
     def _write(self, name: str, data: dict[str, Any]) -> None:
         write_atomic(self._folder / name, json.dumps(data, indent=1).encode(), mode=0o600)
+
+
+def _effects(declared: Declared) -> DeclaredEffects:
+    limit = declared.growth_bytes_per_request_max
+    return DeclaredEffects(
+        tensors=declared.tensors,
+        growth_bytes_per_request_max={} if limit is None else dict.fromkeys(ROLES, limit),
+    )
 
 
 def generation_file(context: HostContext, number: int) -> Path:

@@ -16,10 +16,12 @@ class BakeLimits:
         settle_s_max: the wait for responses that began on the old request path; 512 tokens at
             12 tokens/s take 43 s, and the wait ends early when the last one is done.
         bake_s: the growth window; a 16 KiB-per-event leak shows in 2 s, a 1 KiB one in about 10 s.
-        bake_s_max: the window is extended up to this while requests are too few.
+        bake_s_max: the window is extended up to this while requests are too few, or while growth can
+            neither be shown nor ruled out.
         requests_min: completed requests before growth per request means anything.
         before_s: the window before staging that growth is compared with.
-        sample_s: time between two memory samples.
+        sample_s: time between two memory samples; about ten of them fall into one request, and the
+            lowest counts: buffers of a step that is under way do not look like growth.
     """
 
     settle_s_max: float = 45.0
@@ -27,7 +29,7 @@ class BakeLimits:
     bake_s_max: float = 120.0
     requests_min: int = 8
     before_s: float = 20.0
-    sample_s: float = 0.25
+    sample_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)

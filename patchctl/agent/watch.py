@@ -12,8 +12,8 @@ from snapshots.capture.errors import CaptureError
 from snapshots.capture.process import sample_memory
 from snapshots.growth import MemorySample
 
-# Five minutes at four samples a second: longer than the longest bake with its window before.
-_SAMPLES_MAX = 1200
+# Five minutes at ten samples a second: longer than the longest bake with its window before.
+_SAMPLES_MAX = 3000
 
 ROLES = ("front", "engine")
 

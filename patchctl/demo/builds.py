@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from engine.build import BuildManifest, seal_build
+from engine.build import BuildManifest, RuntimeOptions, seal_build
 from engine.models.folder import ModelRefusedError, read_model_folder
 from patchctl.errors import ExitCode, PatchctlError
 
 REQUEST_PATH = "request_path.py"
 # A middle layer: changing it changes answers without breaking them, the kind of slip nobody sees.
 _TENSOR = "model.layers.{layer}.mlp.down_proj.weight"
+
+# Graphs for one stream and for the demo's four. Each further size or context is captured beside live
+# traffic when a patch is staged, about 1.5 s apiece on two busy cores.
+_RUNTIME = RuntimeOptions(batch_sizes=(1, 4), contexts=(512,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,9 @@ def make_builds(model: Path, name: str, into: Path) -> Builds:
     tensor = _TENSOR.format(layer=source.config["num_hidden_layers"] // 2)
     _scale_tensor(folders["1.0.2"], source.files, tensor)
     manifests = {
-        version: seal_build(folder, name=name, version=version, model=source.config, request_path=REQUEST_PATH)
+        version: seal_build(
+            folder, name=name, version=version, model=source.config, request_path=REQUEST_PATH, runtime=_RUNTIME
+        )
         for version, folder in folders.items()
     }
     return Builds(folders, manifests, tensor)

@@ -22,9 +22,9 @@ from patchctl.errors import ExitCode, PatchctlError
 from patchctl.home import Home
 
 CLIENTS = 4
-# Enough for about 20 requests: the growth per request and the gaps before any patch.
-BASELINE_S = 20.0
-_BAKE_S = 12
+# Enough for about 15 requests: the growth per request and the gaps before any patch.
+BASELINE_S = 15.0
+_BAKE_S = 10
 _RELEASE = "release@patchctl.example"
 _INTRUDER = "intruder@patchctl.example"
 

@@ -339,6 +339,19 @@ def test_drain_waits_for_the_running_and_holds_the_new(engine: Engine, builds: d
     assert {generation for generation, *_ in engine.events(late)} == {number}
 
 
+def test_a_smaller_build_waits_until_the_running_sequences_fit(engine: Engine, tmp_path: Path) -> None:
+    small = RuntimeOptions(batch_sizes=(1, 2), contexts=(64,), prefill_chunk_tokens=8)
+    tiny_build(tmp_path / "small", seed=2, version="1.0.0", runtime=small)
+    old, (number, _) = engine.active, engine.stage(tmp_path / "small")
+    long = engine.start(3, length=LONG_ANSWER_TOKENS)
+    short = [engine.submit(prompt(i)) for i in range(12)]
+    assert engine.ok(Swap(number))["running"] <= 2
+    assert [engine.finish(request) for request in (*long, *short)] == ["length"] * 15
+    assert {generation for request in long for generation, *_ in engine.events(request)} == {old}
+    # Free slots were not filled again beyond what the new build holds, so the last ones ran on it alone.
+    assert {generation for generation, *_ in engine.events(short[-1])} == {number}
+
+
 def test_a_missed_boundary_leaves_the_generation_ready(engine: Engine, builds: dict[str, Path]) -> None:
     old, (number, _) = engine.active, engine.stage(builds["other"])
     requests = engine.start(4, length=LONG_ANSWER_TOKENS)

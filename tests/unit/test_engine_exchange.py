@@ -40,7 +40,7 @@ def test_policy_that_would_mix_models_is_refused(policy: Policy, same_vocabulary
         ("carry", 4, 0, True, False, Action.EXCHANGE),
         ("carry", 0, 0, True, False, Action.EXCHANGE),
         ("recompute", 4, 2, True, False, Action.AHEAD),
-        ("recompute", 4, 2, False, False, Action.AHEAD),
+        ("recompute", 4, 2, False, False, Action.WAIT),
         ("recompute", 4, 1, True, False, Action.CATCH_UP),
         ("recompute", 4, 1, False, False, Action.WAIT),
         ("recompute", 4, 0, True, False, Action.EXCHANGE),
