@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from patchctl.agent.context import HostContext
 from patchctl.agent.evidence import Evidence
+from patchctl.agent.settings import BakeLimits
 from patchctl.agent.watch import monotonic_s
 from patchctl.bundle.config import Declared
 from patchctl.errors import ExitCode, PatchctlError
@@ -42,8 +43,10 @@ def bake(context: HostContext, evidence: Evidence, declared: Declared, *, genera
     """
     limits = context.settings.bake
     before = _counters(context)
-    settle_end = monotonic_s() + limits.settle_s_max
-    while _old_responses(context, generation) and monotonic_s() < settle_end:
+    swapped_s = monotonic_s()
+    while (settled_s := monotonic_s() - swapped_s) < limits.settle_s_max and (
+        settled_s < limits.settle_s_min or _old_responses(context, generation)
+    ):
         _look(context, before)
     evidence.begin_after_window()
     started, start = monotonic_s(), _counters(context)
@@ -51,13 +54,23 @@ def bake(context: HostContext, evidence: Evidence, declared: Declared, *, genera
         now = _look(context, before)
         baked_s = monotonic_s() - started
         requests = now.requests_completed - start.requests_completed
-        enough = baked_s >= limits.bake_s and requests >= limits.requests_min
-        if enough and (evidence.growth_is_settled(declared) or baked_s >= limits.bake_s_max):
+        if requests >= limits.requests_min and baked_s >= _window_s(limits, evidence.growth_so_far(declared)):
             return {"note": f"{requests} requests in {baked_s:.1f} s, none failed", "requests": requests}
         if baked_s >= limits.bake_s_max:
             raise _not_baked(
                 "bake.too_few_requests", f"{requests} requests in {baked_s:.0f} s, {limits.requests_min} are needed"
             )
+
+
+def _window_s(limits: BakeLimits, growth: Literal["none", "shown", "unclear"]) -> float:
+    """How long the window must be, given what it shows so far.
+
+    A heap that is still filling up looks like a leak at first. A leak goes on, so growth counts only
+    when it is still shown after twice the time.
+    """
+    return {"none": limits.bake_s, "shown": min(2 * limits.bake_s, limits.bake_s_max), "unclear": limits.bake_s_max}[
+        growth
+    ]
 
 
 def _look(context: HostContext, before: Counters) -> Counters:

@@ -29,6 +29,8 @@ from patchctl.trust.verify import VerifiedStatement
 from snapshots.verdict import Finding, Verdict
 
 _SERVING = "the active generation, untouched"
+# A process that was replaced has forgotten the generation.
+_GONE_ALREADY = frozenset({"engine.not_ready", "front.generation_unknown", "host.process_gone"})
 
 
 @dataclass(slots=True)
@@ -284,7 +286,7 @@ def _release_quietly(context: HostContext, generation: int) -> None:
     try:
         context.host.release(generation)
     except PatchctlError as error:
-        if error.code not in ("engine.unknown_generation", "front.unknown_generation", "host.process_gone"):
+        if error.code not in _GONE_ALREADY:
             raise
 
 

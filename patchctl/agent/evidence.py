@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import to_builtins
 
@@ -88,8 +88,8 @@ class Evidence:
         self._write("verdict.json", verdict.as_dict())
         return verdict
 
-    def growth_is_settled(self, declared: Declared) -> bool:
-        """Whether the samples so far show growth, or rule it out, for every process."""
+    def growth_so_far(self, declared: Declared) -> Literal["none", "shown", "unclear"]:
+        """What the samples since the swap say: growth ruled out for every process, shown for one, or neither."""
         limits, effects = VerdictLimits(), _effects(declared)
         findings = growth_findings(
             self._estimate(monotonic_s()),
@@ -97,7 +97,10 @@ class Evidence:
             limits.roles,
             limits.growth_noise_bytes_per_request,
         )
-        return all(finding.effect != "unknown" for finding in findings)
+        effects_found = {finding.effect for finding in findings}
+        if "growth" in effects_found:
+            return "shown"
+        return "unclear" if "unknown" in effects_found else "none"
 
     def _estimate(self, until_s: float) -> dict[str, GrowthEvidence]:
         windows, watch = self._windows, self._context.watch

@@ -105,8 +105,10 @@ class EngineHost:
 
     def release(self, generation: int) -> None:
         """Free a generation that does not serve, in both processes."""
-        self._engine(Release(generation=generation))
-        self._front(Release(generation=generation))
+        try:
+            self._engine(Release(generation=generation))
+        finally:
+            self._front(Release(generation=generation))
 
     def inspect(self, generation: int) -> dict[str, Any]:
         """Digest of every named tensor of ``generation``, from live memory."""

@@ -157,6 +157,15 @@ def _first_build(journal: Journal, store: BuildStore, build: Path | None) -> Gen
             serving="nothing",
             next_command="patchctl engine serve --build DIR",
         )
+    if not build.is_dir():
+        raise PatchctlError(
+            code="build.missing",
+            what="the engine host did not start",
+            why=f"there is no folder {build}",
+            exit_code=ExitCode.NOT_FOUND,
+            serving="nothing",
+            next_command=f"ls -ld {build}",
+        )
     digest = store.import_build(build)
     version = read_manifest(store.path(digest)).version
     journal.commit_generation(journal.add_generation(digest, version, None), None, {})

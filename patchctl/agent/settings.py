@@ -13,6 +13,7 @@ class BakeLimits:
     """How long a new generation is watched before the verdict.
 
     Attributes:
+        settle_s_min: heaps were trimmed before the swap; they fill up again within a few steps.
         settle_s_max: the wait for responses that began on the old request path; 512 tokens at
             12 tokens/s take 43 s, and the wait ends early when the last one is done.
         bake_s: the growth window; a 16 KiB-per-event leak shows in 2 s, a 1 KiB one in about 10 s.
@@ -24,6 +25,7 @@ class BakeLimits:
             lowest counts: buffers of a step that is under way do not look like growth.
     """
 
+    settle_s_min: float = 3.0
     settle_s_max: float = 45.0
     bake_s: float = 12.0
     bake_s_max: float = 120.0

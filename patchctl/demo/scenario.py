@@ -25,6 +25,7 @@ CLIENTS = 4
 # Enough for about 15 requests: the growth per request and the gaps before any patch.
 BASELINE_S = 15.0
 _BAKE_S = 10
+_BAKE_S_MAX = 60
 _RELEASE = "release@patchctl.example"
 _INTRUDER = "intruder@patchctl.example"
 
@@ -96,9 +97,10 @@ def write_policy(shell: Shell, home: Home) -> Path:
 def hosting(shell: Shell, build: Path, policy: Path) -> Iterator[str]:
     """The demo's engine host; yields the URL of its API."""
     arguments = ("--build", str(build), "--listen", "127.0.0.1:0", "--environment", "lab")
+    arguments += ("--policy-data", str(policy), "--bake-s", str(_BAKE_S), "--bake-max-s", str(_BAKE_S_MAX))
     host: subprocess.Popen[str] | None = None
     try:
-        host, ready = shell.start_host(*arguments, "--policy-data", str(policy), "--bake-s", str(_BAKE_S))
+        host, ready = shell.start_host(*arguments)
         yield ready["url"]
     finally:
         if host is not None:
