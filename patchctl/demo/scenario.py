@@ -96,8 +96,10 @@ def write_policy(shell: Shell, home: Home) -> Path:
 @contextmanager
 def hosting(shell: Shell, build: Path, policy: Path) -> Iterator[str]:
     """The demo's engine host; yields the URL of its API."""
-    arguments = ("--build", str(build), "--listen", "127.0.0.1:0", "--environment", "lab")
-    arguments += ("--policy-data", str(policy), "--bake-s", str(_BAKE_S), "--bake-max-s", str(_BAKE_S_MAX))
+    arguments = [
+        *("--build", str(build), "--listen", "127.0.0.1:0", "--environment", "lab"),
+        *("--policy-data", str(policy), "--bake-s", str(_BAKE_S), "--bake-max-s", str(_BAKE_S_MAX)),
+    ]
     host: subprocess.Popen[str] | None = None
     try:
         host, ready = shell.start_host(*arguments)
