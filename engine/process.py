@@ -7,9 +7,7 @@ of file on the control socket (the agent died), and when the serve loop fails.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import queue
 import signal
 import threading
@@ -22,31 +20,12 @@ from engine import collector
 from engine.controller import ArmHook, Controller, DigestTensors
 from engine.framing import Connection, FramingError
 from engine.graphs.select import select_device
+from engine.lifetime import die_with_parent
 from engine.loop import ServeLoop
 from engine.wire import Control, Reply, Stop, ToEngine
 
-# prctl(2).
-_PR_SET_PDEATHSIG = 1
 _JOIN_S = 10.0
 _log = logging.getLogger(__name__)
-
-
-def _die_with_parent() -> None:
-    """End this process when its parent process dies, even if someone else keeps our sockets open.
-
-    The kernel sends the signal when the parent *thread* dies, so the handler looks whether the process
-    is really gone.
-    """
-    parent = os.getppid()
-
-    def check(_signum: int, _frame: object) -> None:
-        if os.getppid() != parent:
-            os._exit(1)
-
-    signal.signal(signal.SIGUSR1, check)
-    # Ctrl-C goes to the whole terminal group; the agent then stops us in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
 
 
 def _read_front(data: Connection, loop: ServeLoop) -> None:
@@ -100,7 +79,9 @@ def run(data_fd: int, control_fd: int, *, arm: ArmHook, digest_tensors: DigestTe
     Returns:
         The exit status: 0, or 1 when the serve loop or the control connection failed.
     """
-    _die_with_parent()
+    die_with_parent()
+    # Ctrl-C goes to the whole terminal group; the agent then stops us in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     data, control = Connection.from_fd(data_fd), Connection.from_fd(control_fd)
     replies: queue.SimpleQueue[Future[Reply] | None] = queue.SimpleQueue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -52,14 +53,25 @@ def _root(
     pass
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C. Not KeyboardInterrupt: typer would turn that into a bare "Aborted"."""
+
+
+def _interrupt(_signum: int, _frame: object) -> None:
+    # Once is enough: what follows is the way out, and it is bounded in time.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise _Interrupted
+
+
 def main() -> None:
     """Console entry point: runs a command and exits with the documented code."""
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         app()
     except PatchctlError as error:
         print_error(error, as_json=_wants_json(sys.argv))
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except _Interrupted:
         print_error(_interrupted(), as_json=_wants_json(sys.argv))
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from engine.front.generations import Generations
 from engine.front.link import EngineLink
 from engine.front.memory import freeze, reclaim
 from engine.front.metrics import Metrics
+from engine.lifetime import die_with_parent
 
 # Responses in flight may end by themselves after Stop; then they end with an error their clients see.
 _DRAIN_S_MAX: Final = 10.0
@@ -29,7 +29,6 @@ _FLUSH_S_MAX: Final = 2
 _CONNECTIONS_MAX: Final = 1024
 # Longer than the usual 60 s of a load balancer, which must be the side that closes.
 _KEEP_ALIVE_S: Final = 75
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class _Server(uvicorn.Server):
@@ -50,7 +49,7 @@ def run(data_fd: int, control_fd: int, listen_fd: int, *, arm: Callable[[], dict
         listen_fd: listening socket for HTTP.
         arm: called on Arm, to start write tracking of this process's memory.
     """
-    _die_with_parent()
+    die_with_parent()
     # One request is tokenised at a time: a thread pool inside the tokenizer would only take cores from the engine.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     data, control, listen = (socket.socket(fileno=fd) for fd in (data_fd, control_fd, listen_fd))
@@ -107,11 +106,3 @@ def _config(front: Front) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(_DRAIN_S_MAX) + _FLUSH_S_MAX,
     )
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end us when the agent dies; checked again, as it may have died before the call."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -133,7 +133,6 @@ class Agent:
         generations = self.journal.generations()
         active = next((entry for entry in generations if entry.number == context.host.active_generation), None)
         running = next((record.id for record in self.journal.history(1) if record.state == "running"), None)
-        front = context.host.front_stats()
         return {
             "schema": 1,
             "agent": {"pid": os.getpid(), "version": __version__},
@@ -143,15 +142,22 @@ class Agent:
             if active is None
             else {"generation": active.number, "digest": active.digest, "version": active.version},
             "transaction": running,
-            "processes": context.host.processes.pids,
             "memory_bytes": context.watch.memory_bytes(),
-            "requests": {
-                "completed": front["requests_completed"],
-                "failed": front["requests_failed"],
-                "inflight": front["inflight"],
-            },
+            **self._processes(),
             "generations": [msgspec.to_builtins(entry) for entry in generations],
         }
+
+    def _processes(self) -> dict[str, Any]:
+        """Pids and request counters; empty while the processes are being replaced."""
+        host = self._context.host
+        try:
+            front = host.front_stats()
+            return {
+                "processes": host.processes.pids,
+                "requests": {name: front[f"requests_{name}"] for name in ("completed", "failed", "cancelled")},
+            }
+        except PatchctlError:
+            return {"processes": {}, "requests": {}}
 
     def transaction(self, identifier: str) -> dict[str, Any]:
         """One transaction with its steps.

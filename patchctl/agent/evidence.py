@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from patchctl.agent.context import HostContext
 from patchctl.agent.watch import ROLES, monotonic_s
 from patchctl.atomic import write_atomic
 from patchctl.bundle.config import Declared
+from patchctl.errors import PatchctlError
+from snapshots.capture.errors import CaptureError
 from snapshots.capture.pages import WriteTracker
 from snapshots.capture.process import capture_process
 from snapshots.codec import encode_snapshot
@@ -64,9 +67,9 @@ class Evidence:
     def take_before(self, *, old: int, new: int) -> dict[str, Any]:
         """Snapshot with ``old`` serving and ``new`` staged; write tracking starts from here."""
         self._context.host.arm()
-        self._trackers = {
-            role: WriteTracker(pid) for role, pid in self._context.host.processes.pids.items() if role in ROLES
-        }
+        for role, pid in self._context.host.processes.pids.items():
+            with suppress(CaptureError):  # without a tracker every page is hashed instead
+                self._trackers[role] = WriteTracker(pid)
         self._before = self._take(serving=old, other=new)
         return self._keep("before", self._before)
 
@@ -139,7 +142,16 @@ class Evidence:
         )
 
     def _capture(self, role: str, pid: int) -> ProcessSnapshot:
-        return capture_process(pid, role, tracker=self._trackers.get(role))
+        try:
+            return capture_process(pid, role, tracker=self._trackers.get(role))
+        except CaptureError as error:
+            raise PatchctlError(
+                code="snapshot.failed",
+                what=f"the memory of the {role} process was not captured",
+                why=str(error),
+                serving="the build that served before",
+                next_command="patchctl snapshot probe",
+            ) from error
 
     def _keep(self, name: str, snapshot: HostSnapshot) -> dict[str, Any]:
         self._folder.mkdir(mode=0o700, exist_ok=True)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine.lifetime import die_with_parent
 from patchctl.errors import ExitCode, PatchctlError
 
 # sched(7): about a tenth of a contended core against nice 0. At 19 it is 1.5 %, and a saturated host
@@ -75,6 +76,7 @@ def _stage(patch_fd: int, base: Path, store: Path) -> dict[str, Any]:
 
 
 def _main() -> None:
+    die_with_parent()
     os.nice(_NICE)
     patch_fd, base, store = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     try:

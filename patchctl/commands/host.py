@@ -62,13 +62,12 @@ def status(host: HostOption = None, home: HomeOption = None, output: OutputOptio
     if output is Output.JSON:
         print_json(data)
         return
-    active = data["active"]
     print_pairs(
         [
-            ("active", f"{active['version']}  generation {active['generation']}  {short_digest(active['digest'])}"),
+            ("active", _active_line(data["active"])),
             ("api", data["url"]),
             ("transaction", data["transaction"] or "none running"),
-            ("requests", f"{data['requests']['completed']} completed, {data['requests']['failed']} failed"),
+            ("requests", ", ".join(f"{n} {name}" for name, n in data["requests"].items()) or "restarting"),
             ("memory", ", ".join(f"{role} {human_bytes(size)}" for role, size in data["memory_bytes"].items())),
             ("agent", f"pid {data['agent']['pid']}, {data['agent']['version']}"),
         ]
@@ -78,6 +77,12 @@ def status(host: HostOption = None, home: HomeOption = None, output: OutputOptio
         ["GENERATION", "VERSION", "STATE", "BUILD"],
         [(g["number"], g["version"], g["state"], short_digest(g["digest"])) for g in data["generations"]],
     )
+
+
+def _active_line(active: dict[str, Any] | None) -> str:
+    if active is None:
+        return "nothing yet"
+    return f"{active['version']}  generation {active['generation']}  {short_digest(active['digest'])}"
 
 
 def history(

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,12 @@ _STOP_S_MAX = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a command left: exit code, data from stdout, error from stderr (None on success)."""
+    """What a command left: exit code, data from stdout, error from stderr (None on success), wall time."""
 
     exit_code: int
     data: Any
     error: dict[str, Any] | None
+    took_ms: float
 
 
 class Shell:
@@ -47,6 +49,7 @@ class Shell:
             PatchctlError: ``demo.unexpected`` when it ends otherwise than the story says.
         """
         self._echo(arguments)
+        started_s = time.perf_counter()
         done = subprocess.run(
             self._argv(*arguments, "-o", "json"),
             env=self._environment,
@@ -55,6 +58,7 @@ class Shell:
             timeout=_COMMAND_S_MAX,
             check=False,
         )
+        took_ms = round((time.perf_counter() - started_s) * 1e3, 1)
         data = json.loads(done.stdout) if done.stdout.strip() else None
         error = _error_in(done.stderr)
         if done.returncode != expect:
@@ -65,7 +69,7 @@ class Shell:
                 why=why,
                 next_command="patchctl demo --keep, then look into the home it names",
             )
-        return Result(done.returncode, data, error)
+        return Result(done.returncode, data, error, took_ms)
 
     def start_host(self, *arguments: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
         """Start ``patchctl engine serve`` and wait until it serves.

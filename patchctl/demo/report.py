@@ -44,7 +44,14 @@ def as_data(story: Story) -> dict[str, Any]:
         "refusals": {
             name: {"exit_code": result.exit_code, "error": result.error} for name, result in story.refusals.items()
         },
-        "steps_ms": {version: step_times_ms(transaction) for version, transaction in story.transactions.items()},
+        "steps_ms": {
+            version: {
+                "build": story.patches[version]["build_ms"],
+                "sign": story.patches[version]["sign_ms"],
+                **step_times_ms(transaction),
+            }
+            for version, transaction in story.transactions.items()
+        },
         "active": story.status["active"],
         "took_s": story.took_s,
     }
@@ -74,8 +81,12 @@ def print_story(data: dict[str, Any]) -> None:
     steps = list(dict.fromkeys(step for times in data["steps_ms"].values() for step in times))
     print_table(
         ["STEP (ms)", *data["steps_ms"]],
-        [(step, *(times.get(step, "-") for times in data["steps_ms"].values())) for step in steps],
+        [(step, *(_ms(times.get(step)) for times in data["steps_ms"].values())) for step in steps],
     )
+
+
+def _ms(value: float | None) -> str:
+    return f"{'-' if value is None else f'{value:.1f}':>8}"
 
 
 def _patch_line(data: dict[str, Any], version: str) -> str:
