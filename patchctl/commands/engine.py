@@ -78,7 +78,7 @@ def _address(text: str) -> tuple[str, int]:
 
 def _policy(data: Path | None) -> Any:
     from patchctl.admission.policy import load_default
-    from patchctl.client import unreadable
+    from patchctl.inputs import unreadable
 
     policy = load_default()
     if data is None:
@@ -94,7 +94,7 @@ def _policy(data: Path | None) -> Any:
 
 
 def _trusted_roots(place: Home, given: list[str] | None) -> dict[str, str]:
-    from patchctl.client import unreadable
+    from patchctl.inputs import unreadable
     from patchctl.trust.domain import LocalDomain
 
     roots: dict[str, str] = {}

@@ -12,6 +12,7 @@ import typer
 from patchctl.commands.options import HomeOption, HostOption, OutputOption
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.home import Home
+from patchctl.question import ask
 from patchctl.render.output import Output, human_bytes, print_json, print_pairs, print_table, short_digest
 from patchctl.render.progress import StepPrinter
 
@@ -57,8 +58,7 @@ def rollback(
 
 def status(host: HostOption = None, home: HomeOption = None, output: OutputOption = Output.TABLE) -> None:
     """What serves, what is resident, what runs."""
-    with _client(host, home) as client:
-        data = client.status()
+    data = ask(host or Home.resolve(home).socket, "/v1/status")
     if output is Output.JSON:
         print_json(data)
         return
@@ -92,8 +92,7 @@ def history(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """The host's transactions, newest first."""
-    with _client(host, home) as client:
-        records = client.history(limit)
+    records = ask(host or Home.resolve(home).socket, f"/v1/history?limit={limit}")["transactions"]
     if output is Output.JSON:
         print_json(records)
         return

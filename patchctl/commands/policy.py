@@ -29,8 +29,8 @@ def check(
     from patchctl.admission.gate import decide
     from patchctl.admission.policy import load_default, load_folder
     from patchctl.admission.select import select_engine
-    from patchctl.client import unreadable
     from patchctl.errors import PatchctlError
+    from patchctl.inputs import unreadable
 
     try:
         gate_input = decode_input(facts.read_bytes())

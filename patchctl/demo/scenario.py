@@ -18,8 +18,10 @@ from patchctl.commands.host import ATTESTATION_SUFFIX
 from patchctl.demo.builds import REQUEST_PATH, Builds, make_builds
 from patchctl.demo.clients import StreamingClients
 from patchctl.demo.commands import Result, Shell, stop_host
+from patchctl.demo.measure import step_data, step_times_ms
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.home import Home
+from patchctl.question import ask
 
 CLIENTS = 4
 # Enough for about 15 requests: the growth per request and the gaps before any patch.
@@ -183,11 +185,7 @@ def _refusals(shell: Shell, home: Home) -> dict[str, Result]:
 
 
 def _tell_transaction(home: Home, end: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    from patchctl.client import AgentClient
-    from patchctl.demo.measure import step_data, step_times_ms
-
-    with AgentClient(home.socket) as client:
-        transaction = client.transaction(end["transaction"])
+    transaction = ask(home.socket, f"/v1/transactions/{end['transaction']}")
     for step, took_ms in step_times_ms(transaction).items():
         tell(f"  {step:<16} {took_ms:>9.1f} ms  {step_data(transaction, step).get('note', '')}")
     tell(f"  → {end['state']}; {end['active']} serves" + "".join(f"\n    because {why}" for why in end["reasons"]))
