@@ -39,6 +39,7 @@ class Shell:
     """
 
     def __init__(self, home: Path, log: IO[str] | None, extra: Mapping[str, str] | None = None) -> None:
+        self._home = home
         self._environment = {**os.environ, **(extra or {}), "PATCHCTL_HOME": str(home)}
         self._log = log
 
@@ -52,6 +53,7 @@ class Shell:
         started_s = time.perf_counter()
         done = subprocess.run(
             self._argv(*arguments, "-o", "json"),
+            cwd=self._home,
             env=self._environment,
             capture_output=True,
             text=True,
@@ -80,6 +82,7 @@ class Shell:
         self._echo(("engine", "serve", *arguments))
         host = subprocess.Popen(
             self._argv("engine", "serve", *arguments, "-o", "json"),
+            cwd=self._home,
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -108,7 +111,9 @@ class Shell:
 
     def _echo(self, arguments: tuple[str, ...]) -> None:
         if self._log is not None:
-            print(f"  $ patchctl {shlex.join(arguments)}", file=self._log, flush=True)
+            # The working folder is the home, so its name may be left out.
+            text = shlex.join(arguments).replace(f"{self._home}/", "")
+            print(f"  $ patchctl {text}", file=self._log, flush=True)
 
 
 def stop_host(host: subprocess.Popen[str]) -> None:
