@@ -22,13 +22,12 @@ from patchctl.claims import first_difference
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.journal.record import GenerationRecord, TransactionRecord
 from patchctl.transaction.machine import Outcome, Step
-from patchctl.transaction.runner import StepFunction, StepResult
+from patchctl.transaction.runner import UNTOUCHED, StepFunction, StepResult
 from patchctl.trust.attestations import verify_file
 from patchctl.trust.freshness import FreshnessStore
 from patchctl.trust.verify import VerifiedStatement
 from snapshots.verdict import Finding, Verdict
 
-_SERVING = "the active generation, untouched"
 # A process that was replaced has forgotten the generation.
 _GONE_ALREADY = frozenset({"engine.not_ready", "front.generation_unknown", "host.process_gone"})
 
@@ -101,7 +100,7 @@ class Deploy:
                 what="the patch was not applied",
                 why=f"it is made for {config.base_digest}, but {serving.digest} serves",
                 exit_code=ExitCode.INCOMPATIBLE,
-                serving=_SERVING,
+                serving=UNTOUCHED,
                 next_command="patchctl status",
             )
         return StepResult(
@@ -128,7 +127,7 @@ class Deploy:
             "input_digest": decision.input_digest,
         }
         try:
-            require_allow(decision, serving=_SERVING, next_command="patchctl history -o json")
+            require_allow(decision, serving=UNTOUCHED, next_command="patchctl history -o json")
         except PatchctlError as error:
             return StepResult(Outcome.HOLD if decision.outcome == "hold" else Outcome.FAILED, data, error)
         return StepResult(data=data)
@@ -166,7 +165,7 @@ class Deploy:
                 what="the staged generation was not accepted",
                 why="its graphs answer the golden prompt with other tokens than the build does in the stager",
                 exit_code=ExitCode.INCOMPATIBLE,
-                serving=_SERVING,
+                serving=UNTOUCHED,
                 next_command="patchctl history -o json",
             )
         note = f"generation {number}, {report['mode']}; unpack and golden test {unpack_ms:.0f} ms, "
@@ -312,7 +311,7 @@ def _mismatch(name: str) -> PatchctlError:
         what="the patch was refused",
         why=f"the signed statement and the patch file disagree on {name}",
         exit_code=ExitCode.SIGNATURE,
-        serving=_SERVING,
+        serving=UNTOUCHED,
         next_command="patchctl inspect FILE",
     )
 

@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 from typing import Literal
 
+from engine.build import read_manifest
 from patchctl.admission.facts import (
     GateInput,
     Integrity,
@@ -86,10 +87,10 @@ def gather(
             signed_at_unix=statement.signed_at_unix,
         ),
         signing_time=SigningTime(status="verified"),
-        transparency=Transparency(status="included"),
+        transparency=Transparency(status=statement.log_status),
         ledger=Ledger(highest_sequence=highest_sequence, applied_ids=_applied_ids(context)),
         target=Target(
-            engine_kind="patchctl-torch",
+            engine_kind=read_manifest(context.store.path(serving.digest)).engine_kind,
             running_digest=config.target_digest if action == "promote" else serving.digest,
             name=context.settings.target,
             health=_health(context),

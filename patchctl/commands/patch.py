@@ -14,7 +14,7 @@ from patchctl.commands.host import ATTESTATION_SUFFIX
 from patchctl.commands.options import HomeOption, OutputOption
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.home import Home
-from patchctl.render.output import Output, human_bytes, print_json, print_pairs
+from patchctl.render.output import Output, flat_pairs, human_bytes, print_json, print_pairs
 
 _DAY_S = 86_400
 _PatchFile = Annotated[Path, typer.Argument(help="The patch file.")]
@@ -95,7 +95,7 @@ def build(
     print_pairs(
         [
             ("patch", info.path),
-            ("digest", info.manifest_digest),
+            ("digest", f"sha256:{info.manifest_digest}"),
             ("size", f"{human_bytes(info.size_bytes)} for a build of {human_bytes(info.build_size_bytes)}"),
             ("changes", ", ".join([*info.changed_files, *info.changed_tensors]) or "nothing"),
         ]
@@ -115,7 +115,7 @@ def inspect(patch: _PatchFile, output: OutputOption = Output.TABLE) -> None:
     if output is Output.JSON:
         print_json(described)
     else:
-        print_pairs((name, value) for name, value in described.items())
+        print_pairs(flat_pairs(described))
 
 
 def sign(
@@ -182,4 +182,4 @@ def verify(
     if output is Output.JSON:
         print_json(data)
     else:
-        print_pairs(data.items())
+        print_pairs(flat_pairs(data))

@@ -8,7 +8,7 @@ import typer
 
 from patchctl.commands.options import OutputOption
 from patchctl.errors import ExitCode, PatchctlError
-from patchctl.render.output import Output, human_bytes, print_json, print_pairs, print_table
+from patchctl.render.output import Output, human_bytes, print_json, print_table
 
 app = typer.Typer(help="Memory of a live process.", no_args_is_help=True)
 _ROWS_MAX = 15
@@ -23,7 +23,10 @@ def probe(output: OutputOption = Output.TABLE) -> None:
     if output is Output.JSON:
         print_json(found)
     else:
-        print_pairs(found.items())
+        print_table(
+            ["FEATURE", "", "DETAIL"],
+            [(name, "yes" if f["available"] else "no", f["detail"]) for name, f in found.items()],
+        )
 
 
 @app.command()

@@ -10,7 +10,7 @@ import typer
 
 from patchctl.commands.options import HomeOption, OutputOption
 from patchctl.home import Home
-from patchctl.render.output import Output, print_json, print_pairs
+from patchctl.render.output import Output, flat_pairs, print_json, print_pairs
 
 app = typer.Typer(help="Trust domains: who may sign what runs here.", no_args_is_help=True)
 _Name = Annotated[str, typer.Argument(help="Name of the domain.")]
@@ -45,4 +45,4 @@ def _print(described: Mapping[str, object], output: Output) -> None:
     if output is Output.JSON:
         print_json(described)
     else:
-        print_pairs(described.items())
+        print_pairs(flat_pairs(described))

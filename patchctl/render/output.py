@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 
@@ -28,6 +29,28 @@ def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
+
+
+def flat_pairs(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested data as ``name  value`` lines for people: ``a.b`` for inner names, times in UTC, lists in one line."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from flat_pairs(value, f"{prefix}{name}.")
+        elif isinstance(value, (list, tuple)):
+            yield prefix + name, ", ".join(_one_line(item) for item in value) or "none"
+        elif name.endswith("_unix"):
+            yield (
+                prefix + name.removesuffix("_unix"),
+                datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            )
+        elif name.endswith("_bytes"):
+            yield prefix + name.removesuffix("_bytes"), human_bytes(value)
+        else:
+            yield prefix + name, "-" if value in (None, "") else str(value)
+
+
+def _one_line(item: Any) -> str:
+    return " ".join(value for _, value in flat_pairs(item)) if isinstance(item, Mapping) else str(item)
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

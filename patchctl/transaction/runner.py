@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from patchctl.errors import PatchctlError
 from patchctl.faults import reach
 from patchctl.journal.journal import Journal
 from patchctl.journal.record import TransactionRecord
-from patchctl.transaction.machine import Kind, Outcome, Position, State, Step
+from patchctl.transaction.machine import ON_PROBATION, Kind, Outcome, Position, State, Step
+
+UNTOUCHED = "the active generation, untouched"
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -72,11 +74,19 @@ def run_transaction(
     return Ending(position.state, first_error)
 
 
+def _in_context(step: Step, error: PatchctlError) -> PatchctlError:
+    """Say what still serves and what to run next, where the part that refused could not know."""
+    serving = "the build that served before, after the exchange back" if step in ON_PROBATION else UNTOUCHED
+    return replace(
+        error, serving=error.serving or serving, next_command=error.next_command or "patchctl history -o json"
+    )
+
+
 def _run_step(step: Step, function: StepFunction) -> StepResult:
     try:
         return function()
     except PatchctlError as error:
-        return StepResult(Outcome.FAILED, {}, error)
+        return StepResult(Outcome.FAILED, {}, _in_context(step, error))
     except Exception as error:
         # A step that breaks in a way nobody foresaw is a failed step: the machine then goes back.
         return StepResult(

@@ -166,8 +166,8 @@ def test_bad_input_is_refused(
     refused = host.deploy(patch, expect=exit_code)
     assert refused.error is not None
     assert refused.error["code"].startswith(code)
-    for part in ("what", "why"):
-        assert refused.error[part]
+    for part in ("what", "why", "serving", "next_command"):
+        assert refused.error[part], part
     assert serves(host)
     assert host.status()["transaction"] is None
 
