@@ -6,7 +6,7 @@ import getpass
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from patchctl.commands.options import HomeOption, OutputOption
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.home import Home
 from patchctl.render.output import Output, flat_pairs, human_bytes, print_json, print_pairs
+
+if TYPE_CHECKING:
+    from patchctl.bundle.compose import PatchInfo
 
 _DAY_S = 86_400
 _PatchFile = Annotated[Path, typer.Argument(help="The patch file.")]
@@ -78,6 +81,10 @@ def build(
             summary=summary,
         ),
     )
+    _print_built(info, output)
+
+
+def _print_built(info: PatchInfo, output: Output) -> None:
     if output is Output.JSON:
         print_json(
             {

@@ -70,6 +70,13 @@ def test_errors_as_text_and_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().err)["error"] == error.as_dict()
 
 
+@pytest.mark.parametrize("code", ["trust.identity_mismatch", "patch.damaged", "demo.unexpected", "unheard.of"])
+def test_every_part_of_an_error_is_said(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(PatchctlError(code, "it failed", "because"), as_json=True)
+    error = json.loads(capsys.readouterr().err)["error"]
+    assert all(error[part] for part in ("code", "what", "why", "serving", "next_command"))
+
+
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     event = {"event": "step", "step": "swap", "phase": "ok", "took_ms": 1.0, "data": {"note": "exchange 1 µs"}}
     StepPrinter().show(event)
