@@ -217,8 +217,7 @@ class Deploy:
         self._freshness.accept(self._statement.predicate, context.settings.target, self._admitted_unix)
         record_generation(context, staged.number)
         context.journal.commit_generation(staged.number, self._record.id, data)
-        _release_quietly(context, staged.old.number)
-        return StepResult(data=data)
+        return StepResult(data={**data, "note": data["note"] + release_after_commit(context, staged.old.number)})
 
     # -- ways back
 
@@ -278,6 +277,19 @@ def go_back(context: HostContext, old: int, new: int) -> dict[str, Any]:
     if data:
         note += f", exchange {data.get('exchange_us', 0):.0f} µs"
     return {"note": note, "generation": old, **data}
+
+
+def release_after_commit(context: HostContext, generation: int) -> str:
+    """Free the previous generation; returns a remark when it could not be freed.
+
+    The journal names the new build by now, so nothing that happens here may undo the commit: a
+    generation that stays resident costs memory until the next restart, no more.
+    """
+    try:
+        _release_quietly(context, generation)
+    except Exception as error:
+        return f"; generation {generation} is still resident ({type(error).__name__}: {error})"
+    return ""
 
 
 def _release_quietly(context: HostContext, generation: int) -> None:

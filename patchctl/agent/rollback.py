@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from engine.build import BuildInvalidError
 from patchctl.agent.context import HostContext
-from patchctl.agent.deploy import go_back
+from patchctl.agent.deploy import go_back, release_after_commit
 from patchctl.agent.evidence import record_generation
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.journal.record import TransactionRecord
@@ -84,8 +84,8 @@ class OperatorRollback:
         data = {"note": f"generation {self._number} is the active build", "generation": self._number}
         record_generation(self._context, self._number)
         self._context.journal.commit_generation(self._number, self._record.id, data)
-        self._context.host.release(self._active.number)
-        return StepResult(data=data)
+        remark = release_after_commit(self._context, self._active.number)
+        return StepResult(data={**data, "note": f"{data['note']}{remark}"})
 
     def _rollback(self) -> StepResult:
         data = go_back(self._context, self._active.number, self._number)
