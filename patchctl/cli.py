@@ -15,6 +15,11 @@ from patchctl.commands.demo import demo
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.render.error import print_error
 
+# What only the `engine` extra brings; see pyproject.toml.
+_ENGINE_EXTRA = frozenset(
+    {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "xxhash", "starlette", "uvicorn", "sqlalchemy"}
+)
+
 app = typer.Typer(
     name="patchctl",
     help="Hotfixes for live LLM inference engines: sign, gate, swap, verify, then commit or roll back.",
@@ -78,8 +83,9 @@ def main() -> None:
         # The last boundary: an operator gets an explained error, a developer the traceback on request.
         if os.environ.get("PATCHCTL_DEBUG"):
             raise
-        print_error(_defect(error), as_json=_wants_json(sys.argv))
-        sys.exit(ExitCode.INTERNAL)
+        explained = _explain(error)
+        print_error(explained, as_json=_wants_json(sys.argv))
+        sys.exit(explained.exit_code)
 
 
 def _wants_json(arguments: list[str]) -> bool:
@@ -100,7 +106,15 @@ def _interrupted() -> PatchctlError:
     )
 
 
-def _defect(error: Exception) -> PatchctlError:
+def _explain(error: Exception) -> PatchctlError:
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _ENGINE_EXTRA:
+        return PatchctlError(
+            code="cli.extra_missing",
+            what="this command needs the engine host's packages",
+            why=f"{error.name} is not installed; the base install is for release jobs and operators",
+            exit_code=ExitCode.NOT_FOUND,
+            next_command="pip install 'patchctl[engine]'",
+        )
     return PatchctlError(
         code="cli.internal",
         what="patchctl failed in a way it should not",

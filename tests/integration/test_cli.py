@@ -97,6 +97,17 @@ def test_an_unforeseen_failure_is_explained_too(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_light_install_says_which_extra_is_missing(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    # An import of numpy finds this first, and it says what a missing module says.
+    (hidden / "numpy.py").write_text("raise ModuleNotFoundError('absent', name='numpy')")
+    done = patchctl(tmp_path, "snapshot", "take", "1", "-o", "json", PYTHONPATH=str(hidden))
+    assert done.returncode == ExitCode.NOT_FOUND
+    error = json.loads(done.stderr)["error"]
+    assert (error["code"], error["next_command"]) == ("cli.extra_missing", "pip install 'patchctl[engine]'")
+
+
 def test_trust_is_created_once_and_shown(tmp_path: Path) -> None:
     made = json.loads(patchctl(tmp_path, "trust", "init", "-o", "json").stdout)
     assert made == json.loads(patchctl(tmp_path, "trust", "show", "-o", "json").stdout)
