@@ -244,6 +244,27 @@ def test_a_full_disk_while_staging_changes_nothing(fresh: HostKit) -> None:
         subprocess.run(["umount", str(store)], check=True)  # noqa: S607 - as above
 
 
+def test_a_kernel_without_write_tracking_is_no_obstacle(fresh: HostKit, tmp_path: Path) -> None:
+    """userfaultfd answers ENOSYS in front and engine: every page is hashed instead, and the verdict stands."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import errno\n"
+        "from snapshots.capture import kernel\n"
+        "def absent():\n"
+        "    raise OSError(errno.ENOSYS, 'Function not implemented')\n"
+        "kernel.open_userfaultfd = absent\n"
+    )
+    patch = fresh.patch("1.0.0", "1.0.1", sequence=1)
+    with fresh.host(PYTHONPATH=str(hook)) as host, host.traffic() as clients:
+        until(lambda: len(clients.finished) > 4)
+        done = host.deploy(patch)
+        assert done.data["state"] == "committed"
+    raw = (fresh.home / "host" / "evidence" / done.data["transaction"] / "before.json").read_text()
+    assert '"method":"page_hash"' in raw
+    assert '"method":"write_tracking"' not in raw
+
+
 def test_sigterm_ends_everything(fresh: HostKit) -> None:
     with fresh.host() as host:
         pids = host.status()["processes"]
