@@ -44,6 +44,8 @@ def all_buckets(runtime: RuntimeOptions) -> tuple[Bucket, ...]:
     for name, sizes in (("batch_sizes", runtime.batch_sizes), ("contexts", runtime.contexts)):
         if not sizes or sizes[0] < 1 or any(low >= high for low, high in pairwise(sizes)):
             raise LoadError(f"runtime: {name} must be positive and ascending, not {list(sizes)}")
+    if runtime.kv_block_tokens < 1 or runtime.kv_blocks < 0:
+        raise LoadError("runtime: kv_block_tokens must be positive, kv_blocks positive or 0")
     if not 1 <= runtime.prefill_chunk_tokens <= runtime.contexts[0]:
         raise LoadError("runtime: prefill_chunk_tokens must be between 1 and the smallest context")
     buckets = tuple(

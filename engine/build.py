@@ -15,6 +15,8 @@ from typing import Any, Literal
 import msgspec
 import rfc8785
 
+from engine.adapters.tensorrt_llm.engine_set import CONFIG_BYTES_MAX, CONFIG_NAME, EngineSetInvalidError, check_files
+
 MANIFEST_NAME = "build.json"
 # A manifest lists a few dozen files; 4 MiB bounds what an attacker can make us parse.
 MANIFEST_BYTES_MAX = 4 << 20
@@ -22,6 +24,8 @@ MANIFEST_BYTES_MAX = 4 << 20
 PATH_BYTES_MAX = 255
 _HEX64 = re.compile(r"[0-9a-f]{64}\Z")
 _HASH_BLOCK_BYTES = 1 << 20
+
+EngineKind = Literal["patchctl-torch", "tensorrt_llm"]
 
 
 class BuildInvalidError(ValueError):
@@ -37,7 +41,7 @@ class BuildFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RuntimeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the engine runs the model.
+    """How patchctl's own engine runs the model; other engine kinds ignore it.
 
     Attributes:
         dtype: compute and KV dtype. float32 on a CPU without bf16 units: measured 82 ms against
@@ -45,21 +49,29 @@ class RuntimeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         batch_sizes: decode batch sizes to capture a graph for, ascending; the last is the limit.
         contexts: KV lengths to capture for, in tokens, ascending; the last is the context limit.
         prefill_chunk_tokens: prompt tokens processed beside one decode step.
+        kv_block_tokens: tokens per KV block; 16 as in vLLM: small enough to share prefixes, large enough to copy.
+        kv_blocks: KV blocks to reserve; 0 for half as many again as full sequences need, which leaves room
+            for prefixes and for rebuilding KV beside the serving generation.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     batch_sizes: tuple[int, ...] = (1, 2, 4)
     contexts: tuple[int, ...] = (256, 512)
     prefill_chunk_tokens: int = 16
+    kv_block_tokens: int = 16
+    kv_blocks: int = 0
 
 
 class BuildManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of ``build.json``.
 
     Attributes:
-        model: the Hugging Face ``config.json`` of the model, as parsed JSON.
+        model: the Hugging Face ``config.json`` of the model, as parsed JSON; of a TensorRT-LLM engine its
+            ``pretrained_config``.
         files: every file of the build except ``build.json``, sorted by path.
         request_path: path of the request-path module, run by the front (one of ``files``).
+        engine_kind: the engine the files are for. ``tensorrt_llm`` files are one atomic set, see
+            :mod:`engine.adapters.tensorrt_llm.engine_set`.
     """
 
     name: str
@@ -68,7 +80,7 @@ class BuildManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: tuple[BuildFile, ...]
     runtime: RuntimeOptions
     request_path: str
-    engine_kind: Literal["patchctl-torch"] = "patchctl-torch"
+    engine_kind: EngineKind = "patchctl-torch"
     schema_version: Literal[1] = 1
 
     def encode(self) -> bytes:
@@ -158,11 +170,13 @@ def seal_build(
     model: dict[str, Any],
     request_path: str,
     runtime: RuntimeOptions | None = None,
+    engine_kind: EngineKind = "patchctl-torch",
 ) -> BuildManifest:
     """Hash every file of ``folder`` and write its ``build.json``; returns the manifest.
 
     Raises:
-        BuildInvalidError: the folder holds links, devices or unsafe names, or lacks ``request_path``.
+        BuildInvalidError: the folder holds links, devices or unsafe names, lacks ``request_path``, or is not
+            a whole set of files for ``engine_kind``.
     """
     files = tuple(
         BuildFile(path=rel, sha256=sha256_file(folder / rel), size_bytes=(folder / rel).stat().st_size)
@@ -176,9 +190,11 @@ def seal_build(
         files=files,
         runtime=runtime or RuntimeOptions(),
         request_path=request_path,
+        engine_kind=engine_kind,
     )
     raw = manifest.encode()
     decode_manifest(raw)
+    _check_kind(folder, manifest)
     (folder / MANIFEST_NAME).write_bytes(raw)
     return manifest
 
@@ -199,7 +215,7 @@ def read_manifest(folder: Path) -> BuildManifest:
 
 
 def verify_build(folder: Path, expected_digest: str | None = None) -> BuildManifest:
-    """Re-hash the whole build; nothing missing, nothing extra, nothing altered.
+    """Re-hash the whole build; nothing missing, nothing extra, nothing altered, and a whole set for its engine.
 
     Raises:
         BuildInvalidError: on the first difference found.
@@ -216,4 +232,21 @@ def verify_build(folder: Path, expected_digest: str | None = None) -> BuildManif
         path = folder / entry.path
         if path.stat().st_size != entry.size_bytes or sha256_file(path) != entry.sha256:
             raise BuildInvalidError(f"{entry.path} does not match its sha256")
+    _check_kind(folder, manifest)
     return manifest
+
+
+def _check_kind(folder: Path, manifest: BuildManifest) -> None:
+    """Beyond digests: the files are what the engine of this kind loads, all of them, and agree with ``model``."""
+    if manifest.engine_kind != "tensorrt_llm":
+        return
+    if manifest.file(CONFIG_NAME) is None:
+        raise BuildInvalidError(f"a build of kind tensorrt_llm needs {CONFIG_NAME}")
+    with (folder / CONFIG_NAME).open("rb") as stream:
+        config = stream.read(CONFIG_BYTES_MAX + 1)
+    try:
+        found = check_files((entry.path for entry in manifest.files), config)
+    except EngineSetInvalidError as error:
+        raise BuildInvalidError(str(error)) from error
+    if manifest.model != found.model:
+        raise BuildInvalidError(f"the manifest describes another model than {CONFIG_NAME}")

@@ -1,8 +1,8 @@
-"""Carries out control messages: stage, swap, release, inspect, stats, arm.
+"""Carries out control messages: stage, swap, release, inspect, stats, arm, reclaim.
 
 Refusals are decided when a message arrives; what takes long runs in one niced worker thread, so that
 staging and inspecting give way to serving. Replies are futures: the process sends them in the order of
-the messages.
+the messages. On probation the controller also acts by itself: after a breach it exchanges back.
 """
 
 from __future__ import annotations
@@ -11,39 +11,57 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine import collector
+from engine.bucket import all_buckets
 from engine.errors import EngineError, SwapRefusedError
-from engine.exchange import resolve
+from engine.exchange import Policy
 from engine.generation import Generation
+from engine.governed import Governor, manifest_of
+from engine.graphs.port import GraphBackend
+from engine.graphs.select import new_backend
+from engine.inspection import DigestTensors, inspect_tensors
 from engine.loop import ServeLoop
-from engine.pending import PendingSwap
+from engine.memory import ReadMemory, memory_reader
+from engine.pending import PendingSwap, resolve_mode
+from engine.probation import Breach
+from engine.reaper import Reaper
+from engine.reclaim import ReclaimPolicy
+from engine.replies import refusal, settled
+from engine.servable import WayBack
 from engine.stage import stage
-from engine.swap import Event, SwapMachine
-from engine.wire import Arm, Control, Inspect, Release, Reply, Stage, Stats, Stop, Swap
+from engine.stats import engine_stats
+from engine.swap import STAGING, Event, State, SwapMachine
+from engine.watch import StepWatch
+from engine.wire import Arm, Control, Inspect, Reclaim, Release, Reply, Stage, Stats, Stop, Swap
+
+__all__ = ["ArmHook", "Controller", "DigestTensors"]
 
 ArmHook = Callable[[], dict[str, Any]]
-DigestTensors = Callable[[Mapping[str, NDArray[np.uint8]]], dict[str, str]]
+MakeBackend = Callable[[torch.device], GraphBackend]
 
 # Below the serve loop. Not lower: a worker without CPU time may hold the interpreter lock meanwhile.
 _WORKER_NICE = 5
 # Between two pieces of staging work, so that a waiting serve loop gets the interpreter lock first.
 _YIELD_S = 0.001
+# An exchange back that nobody asked for: as long as a recompute of full sequences takes. When it is missed
+# it is asked for again.
+_BREACH_DEADLINE_S = 30.0
+# When only draining can go back (another vocabulary), a bad build is not served for longer than this.
+_BREACH_HARD_STOP_S = 5.0
 _log = logging.getLogger(__name__)
 
 
 class _AbandonedError(EngineError):
-    """Staging stopped because the process ends."""
+    """Staging stopped because the generation was released, or the process ends."""
 
-    code = "stopping"
+    code = "abandoned"
 
 
 def _be_nice() -> None:
@@ -56,23 +74,49 @@ class Controller:
     """Owns the swap machine and the resident generations.
 
     Args:
-        loop: the serve loop.
+        loop: the serve loop, not running yet.
         device: where generations run.
         arm: starts write tracking of this process.
         digest_tensors: digests named byte arrays.
+        make_backend: makes the graph backend of a generation.
+        read_memory: a look at memory in use; the device's own by default.
+
+    Raises:
+        MemoryUnreadableError: the system does not tell how much memory there is.
     """
 
-    def __init__(self, loop: ServeLoop, *, device: torch.device, arm: ArmHook, digest_tensors: DigestTensors) -> None:
+    def __init__(
+        self,
+        loop: ServeLoop,
+        *,
+        device: torch.device,
+        arm: ArmHook,
+        digest_tensors: DigestTensors,
+        make_backend: MakeBackend = new_backend,
+        read_memory: ReadMemory | None = None,
+    ) -> None:
         self._loop = loop
         self._device = device
         self._arm = arm
         self._digest_tensors = digest_tensors
+        self._make_backend = make_backend
         self._lock = threading.Lock()
         self._machine = SwapMachine.empty()
+        self._reaper = Reaper()
         self._digests: dict[int, str] = {}
         self._generations: dict[int, Generation] = {}
         self._stopping = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="control-worker", initializer=_be_nice)
+        self._read_memory = memory_reader(device) if read_memory is None else read_memory
+        self._watch = StepWatch(
+            loop,
+            read_memory=self._read_memory,
+            blocks_for=self._blocks_for,
+            breached=self._breached,
+            fallback=self._fallback,
+        )
+        self._governor = Governor(device.type, self._read_memory, self._watch.free)
+        loop.observe(self._watch)
 
     def handle(self, message: Control) -> Future[Reply]:
         """Begin to carry out ``message``; never raises."""
@@ -81,12 +125,13 @@ class Controller:
                 return self._dispatch(message)
         except Exception as error:
             # A trust boundary: whatever goes wrong is the answer, and serving goes on.
-            return _settled(_refusal(error))
+            return settled(refusal(error))
 
     def close(self) -> None:
         """Abandon staging, wait for the worker, free all generations; the loop has ended."""
         self._stopping = True
         self._worker.shutdown(cancel_futures=True)
+        self._machine.crash()
         for generation in self._generations.values():
             generation.close()
         self._generations.clear()
@@ -98,18 +143,29 @@ class Controller:
             case Swap():
                 future = self._swap(message)
             case Release():
-                self._machine.release(message.generation)
-                future = self._work(lambda: self._release(message.generation))
+                future = self._begin_release(message.generation)
             case Inspect():
-                generation = self._resident(message.generation)
-                future = self._work(lambda: self._inspect(generation))
+                future = self._begin_inspect(message.generation)
             case Arm():
                 future = self._work(lambda: Reply(data=self._arm()))
+            case Reclaim():
+                future = self._reclaim(message)
             case Stats():
-                future = _settled(Reply(data=self._stats()))
+                future = settled(Reply(data=self._stats()))
             case Stop():
-                future = _settled(Reply())
+                future = settled(Reply())
         return future
+
+    def _work(self, job: Callable[[], Reply]) -> Future[Reply]:
+        def guarded() -> Reply:
+            try:
+                return job()
+            except Exception as error:
+                return refusal(error)
+
+        return self._worker.submit(guarded)
+
+    # Stage.
 
     def _begin(self, message: Stage) -> Callable[[], Reply]:
         self._machine.begin(message.generation)
@@ -117,76 +173,97 @@ class Controller:
         self._digests = known | {message.generation: message.digest}
         return lambda: self._stage(message)
 
-    def _work(self, job: Callable[[], Reply]) -> Future[Reply]:
-        def guarded() -> Reply:
-            try:
-                return job()
-            except Exception as error:
-                return _refusal(error)
-
-        return self._worker.submit(guarded)
-
-    def _resident(self, number: int) -> Generation:
-        generation = self._generations.get(number)
-        if generation is None:
-            raise SwapRefusedError("not_ready", f"generation {number} is not resident")
-        return generation
-
-    def _apply(self, number: int, event: Event) -> None:
-        with self._lock:
-            self._machine.apply(number, event)
-
-    def _checkpoint(self) -> None:
-        if self._stopping:
-            raise _AbandonedError("the engine is stopping")
-        time.sleep(_YIELD_S)
-
     def _stage(self, message: Stage) -> Reply:
         number = message.generation
-        with self._lock:
-            active = None if self._machine.active is None else self._generations[self._machine.active]
         try:
             with collector.paused():
-                generation, report = stage(
-                    number,
-                    Path(message.folder),
-                    message.digest,
-                    device=self._device,
-                    active=active,
-                    report=lambda event: self._apply(number, event),
-                    checkpoint=self._checkpoint,
-                )
+                return self._load(message)
         except Exception:
-            self._apply(number, Event.FAILED)
+            with self._lock:
+                if self._machine.states[number] is State.RETIRING:
+                    self._machine.apply(number, Event.FREED)
+                elif number not in self._generations:
+                    self._machine.fail(number)
             raise
+
+    def _load(self, message: Stage) -> Reply:
+        number, folder = message.generation, Path(message.folder)
+        self._checkpoint(number)
+        with self._lock:
+            active = None if self._machine.active is None else self._generations[self._machine.active]
+        manifest = manifest_of(folder, message.digest)
+        plan = self._governor.allow(manifest, active, message.commit_mode)
+        with self._lock:
+            self._machine.choose_mode(number, plan.commit_mode)
+        buckets = all_buckets(manifest.runtime)
+
+        def report(event: Event, reported: Iterable[object] = ()) -> None:
+            with self._lock:
+                self._machine.apply(number, event, buckets if event is Event.LOADED else reported)
+
+        generation, figures = stage(
+            number,
+            folder,
+            message.digest,
+            device=self._device,
+            active=active,
+            report=report,
+            checkpoint=lambda: self._checkpoint(number),
+            commit_mode=plan.commit_mode,
+            make_backend=self._make_backend,
+        )
         with self._lock:
             self._generations[number] = generation
+            if active is None:
+                self._machine.activate_first(number)
         if active is None:
             self._loop.activate(generation).result()
-            with self._lock:
-                self._machine.activate_first(number)
-        return Reply(
-            data={
-                "weights_digest": generation.build.weights_digest,
-                "kv_signature": generation.build.kv_signature,
-                "mode": "carry" if report.carries else "recompute",
-                "load_ms": report.load_ms,
-                "capture_ms": report.capture_ms,
-                "warm_ms": report.warm_ms,
-                "golden": list(generation.golden),
-            }
-        )
+        data = {
+            "weights_digest": generation.build.weights_digest,
+            "kv_signature": generation.build.kv_signature,
+            "mode": "carry" if figures.carries else "recompute",
+            "commit_mode": plan.commit_mode,
+            "load_ms": figures.load_ms,
+            "capture_ms": figures.capture_ms,
+            "warm_ms": figures.warm_ms,
+            "golden": list(generation.golden),
+            "memory": plan.arithmetic,
+        }
+        return Reply(data=data)
+
+    def _checkpoint(self, number: int) -> None:
+        if self._stopping:
+            raise _AbandonedError("the engine is stopping")
+        if self._machine.states.get(number) not in STAGING:
+            raise _AbandonedError(f"generation {number} was released while it was being staged")
+        time.sleep(_YIELD_S)
+
+    # Swap, and the ways back.
 
     def _swap(self, message: Swap) -> Future[Reply]:
-        self._machine.request(message.generation)
+        number = message.generation
+        if number == self._machine.active and self._machine.breached:
+            # What a rollback asks for happened by itself, after a breach.
+            return settled(self._back(number))
+        pending = self._request(number, message.policy, message.deadline_s, message.hard_stop_after_s)
+        reply: Future[Reply] = Future()
+
+        def answer(done: Future[Reply]) -> None:
+            missed = not done.result().ok and self._machine.active == number
+            reply.set_result(self._back(number) if missed else done.result())
+
+        pending.reply.add_done_callback(answer)
+        return reply
+
+    def _back(self, number: int) -> Reply:
+        return Reply(data={"mode": "fallback", "breach": "; ".join(self._machine.breached.values()), "active": number})
+
+    def _request(self, number: int, policy: Policy, deadline_s: float, hard_stop_s: float | None) -> PendingSwap:
+        self._machine.request(number)
         try:
             assert self._machine.active is not None
-            active, target = self._generations[self._machine.active], self._generations[message.generation]
-            mode = resolve(
-                message.policy,
-                shared_arena=target.arena is active.arena,
-                same_vocabulary=target.build.config.vocab_size == active.build.config.vocab_size,
-            )
+            target = self._generations[number]
+            mode, ahead = resolve_mode(policy, self._generations[self._machine.active], target)
         except Exception:
             self._machine.miss()
             raise
@@ -194,75 +271,129 @@ class Controller:
         pending = PendingSwap(
             target,
             mode,
+            ahead,
             requested_s=now_s,
-            deadline_s=now_s + message.deadline_s,
+            deadline_s=now_s + deadline_s,
+            hard_stop_s=None if hard_stop_s is None else now_s + hard_stop_s,
             exchanged=self._exchanged,
             missed=self._missed,
         )
         self._loop.request_swap(pending)
-        return pending.reply
+        return pending
 
     def _exchanged(self) -> None:
         with self._lock:
             self._machine.exchange()
+            target = self._machine.rollback_target
+        self._reaper.protect(target)
+        if target is None:
+            self._watch.probation.end(committed=False)
+        else:
+            self._watch.probation.begin()
 
     def _missed(self) -> None:
         with self._lock:
-            self._machine.miss()
+            # Not pending any more when a fallback came first: that was its outcome.
+            if self._machine.pending is not None:
+                self._machine.miss()
+
+    def _breached(self, breach: Breach) -> None:
+        """In the loop's thread, as long as the bad generation serves: see that an exchange back is pending."""
+        with self._lock:
+            target = self._machine.breach(breach.what)
+            if target is None or self._machine.pending is not None:
+                return
+            _log.error("generation %s goes back: %s", self._machine.active, breach.what)
+            try:
+                self._request(target, "auto", _BREACH_DEADLINE_S, None)
+            except SwapRefusedError:
+                self._request(target, "drain", _BREACH_DEADLINE_S, _BREACH_HARD_STOP_S)
+
+    def _fallback(self, number: int, why: str) -> WayBack | None:
+        """In the loop's thread: ``number`` cannot go on; the committed generation serves from now on."""
+        with self._lock:
+            target = self._machine.breach(why)
+            if target is None:
+                return None
+            self._machine.fall_back()
+            generation, before = self._generations[number], self._generations[target]
+        _log.error("generation %d was replaced by %d at once: %s", number, target, why)
+        self._reaper.protect(None)
+        self._watch.probation.end(committed=False)
+        return WayBack(before, carries=before.carries(generation))
+
+    # Release.
+
+    def _begin_release(self, number: int) -> Future[Reply]:
+        commits = number == self._machine.committed
+        if self._machine.release(number) in STAGING:
+            # The worker frees what it has loaded so far, and then comes to this.
+            return self._work(lambda: Reply(data={"abandoned": True}))
+        if commits:
+            self._reaper.protect(None)
+            self._loop.call(lambda: self._watch.probation.end(committed=True))
+        return self._work(lambda: self._release(number))
 
     def _release(self, number: int) -> Reply:
-        with self._lock:
-            generation = self._generations.pop(number)
+        generation = self._generations[number]
         self._loop.detach(generation).result()
+        # No step of it begins any more; on a device one may still be under way.
+        epoch, launch = self._reaper.launched(number), generation.graphs.backend.launched()
+        self._reaper.retire(number)
+        while not launch.done():
+            self._check_not_stopping()
+            time.sleep(_YIELD_S)
+        self._reaper.completed(epoch)
+        self._reaper.freed(number)
+        with self._lock:
+            del self._generations[number]
         generation.close()
-        self._apply(number, Event.FREED)
+        with self._lock:
+            self._machine.apply(number, Event.FREED)
         return Reply()
 
-    def _inspect(self, generation: Generation) -> Reply:
-        tensors: dict[str, Any] = {}
-        arrays: dict[str, NDArray[np.uint8]] = {}
-        for name, tensor in generation.build.model.weights.items():
-            tensors[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-            arrays[name] = tensor.view(-1).view(torch.uint8).cpu().numpy()
-        for name, digest in self._digest_tensors(arrays).items():
-            tensors[name]["digest"] = digest
-        if generation.build.config.tied:
-            tensors["lm_head.weight"] = {"alias_of": "model.embed_tokens.weight"}
-        return Reply(data={"tensors": tensors})
+    def _check_not_stopping(self) -> None:
+        if self._stopping:
+            raise _AbandonedError("the engine is stopping")
+
+    # Inspect, reclaim, stats.
+
+    def _begin_inspect(self, number: int) -> Future[Reply]:
+        generation = self._generations.get(number)
+        if generation is None or self._machine.states.get(number) is State.RETIRING:
+            raise SwapRefusedError("not_ready", f"generation {number} is not resident")
+        return self._work(lambda: Reply(data={"tensors": inspect_tensors(generation, self._digest_tensors)}))
+
+    def _reclaim(self, message: Reclaim) -> Future[Reply]:
+        if message.policy is not None:
+            policy = ReclaimPolicy(message.policy, message.high, message.low)
+            self._loop.call(lambda: self._watch.reclaim.configure(policy))
+        if not message.now or self._machine.active is None:
+            return settled(Reply(data=self._watch.reclaim.as_dict()))
+        reply: Future[Reply] = Future()
+
+        def answer(freed: Future[int]) -> None:
+            if freed.cancelled():
+                reply.set_result(refusal(_AbandonedError("the engine is stopping")))
+            else:
+                reply.set_result(Reply(data={"freed_bytes": freed.result(), **self._watch.reclaim.as_dict()}))
+
+        self._watch.free(self._generations[self._machine.active].pool.blocks.capacity).add_done_callback(answer)
+        return reply
+
+    def _blocks_for(self, size_bytes: int) -> int:
+        active = self._loop.active
+        return -(-size_bytes // active.pool.block_bytes) if isinstance(active, Generation) else 0
 
     def _stats(self) -> dict[str, Any]:
-        machine, resident = self._machine, self._generations
-        arenas = {generation.arena.serial: generation.arena.size_bytes for generation in resident.values()}
+        memory, breach = self._read_memory(), self._watch.probation.breach()
         return {
-            **self._loop.metrics.as_dict(),
-            "running": self._loop.running,
-            "waiting": self._loop.waiting,
-            "active_generation": machine.active or 0,
-            "active_digest": self._digests[machine.active] if machine.active is not None else "",
-            "host_state": machine.host.value,
-            "kv_bytes": sum(arenas.values()),
-            "weight_bytes": sum(generation.build.weight_bytes for generation in resident.values()),
-            "backend": next((generation.backend.name for generation in resident.values()), ""),
-            "generations": [
-                {
-                    "generation": number,
-                    "digest": self._digests[number],
-                    "state": state.value,
-                    "weights_digest": resident[number].build.weights_digest if number in resident else "",
-                }
-                for number, state in machine.states.items()
-            ],
+            **engine_stats(self._loop, self._machine, self._generations, self._digests),
+            **self._watch.reclaim.as_dict(),
+            **self._governor.last,
+            "memory_used_bytes": memory.used_bytes,
+            "memory_total_bytes": memory.total_bytes,
+            "memory_limit_bytes": memory.limit_bytes,
+            "probation": self._watch.probation.running,
+            "probation_breach": "" if breach is None else f"{breach.rule}: {breach.what}",
         }
-
-
-def _settled(reply: Reply) -> Future[Reply]:
-    done: Future[Reply] = Future()
-    done.set_result(reply)
-    return done
-
-
-def _refusal(error: Exception) -> Reply:
-    if isinstance(error, EngineError):
-        return Reply(error.code, str(error))
-    _log.error("control message failed", exc_info=error)
-    return Reply("internal", f"{type(error).__name__}: {error}")

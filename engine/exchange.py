@@ -1,10 +1,10 @@
 """What to do about a pending swap at each step boundary. Pure.
 
-- *carry*: weights and KV layout are equal, both generations use one arena: exchange at once.
-- *recompute*: the new generation rebuilds the running sequences' KV in its own arena beside each step of
-  the old one. When it is one token behind, one decode of all sequences brings it up to date, and the
-  exchange follows: nobody waits for more than two steps.
-- *drain*: admit nothing, exchange when nothing runs.
+- *carry*: weights and KV layout are equal, the running sequences' KV goes over: exchange at once.
+- *recompute*: the new generation rebuilds the running sequences' KV beside each step of the old one. In
+  the last of these steps it feeds the very tokens that the old one feeds, so at the boundary it lacks
+  nothing, and nobody waits for more than the step under way.
+- *drain*: admit nothing, exchange when nothing runs, or end what still runs when told to.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ class Action(enum.Enum):
     """At a step boundary."""
 
     WAIT = "wait"
-    AHEAD = "ahead"
-    CATCH_UP = "catch_up"
     EXCHANGE = "exchange"
+    HARD_STOP = "hard_stop"
     MISS = "miss"
 
 
@@ -38,20 +37,27 @@ class Boundary:
     """What the serve loop sees at a step boundary.
 
     Attributes:
-        running: sequences in slots.
-        behind: tokens that the target's arena lacks, of the sequence that is furthest behind.
+        running: sequences running.
+        behind: tokens of KV that the target lacks, of the sequence that is furthest behind.
         fits: every running sequence could continue on the target.
         late: the deadline has passed.
+        hard_stop: draining has lasted for as long as it may.
     """
 
     running: int
     behind: int
     fits: bool
     late: bool
+    hard_stop: bool = False
 
 
-def resolve(policy: Policy, *, shared_arena: bool, same_vocabulary: bool) -> Mode:
+def resolve(policy: Policy, *, carries: bool, same_vocabulary: bool) -> Mode:
     """The mode of a swap.
+
+    Args:
+        policy: what was asked for.
+        carries: weights and KV signature are equal, and both generations use one KV pool.
+        same_vocabulary: token ids mean the same tokens.
 
     Raises:
         SwapRefusedError: ``carry_refused`` when weights or KV layout differ (KV of other weights gives
@@ -59,25 +65,29 @@ def resolve(policy: Policy, *, shared_arena: bool, same_vocabulary: bool) -> Mod
     """
     if policy == "drain":
         return "drain"
-    if policy == "carry" and not shared_arena:
+    if policy == "carry" and not carries:
         raise SwapRefusedError("carry_refused", "the weights or the KV layout differ, KV cannot be carried")
-    mode: Mode = "carry" if policy == "carry" or (policy == "auto" and shared_arena) else "recompute"
+    mode: Mode = "carry" if policy == "carry" or (policy == "auto" and carries) else "recompute"
     if mode == "recompute" and not same_vocabulary:
         raise SwapRefusedError("recompute_refused", "the vocabularies differ, only drain can swap between them")
     return mode
 
 
 def decide(mode: Mode, boundary: Boundary) -> Action:
-    """The action at one boundary; lateness is checked first, so that a deadline is never overrun."""
+    """The action at one boundary.
+
+    A hard stop comes before lateness: whoever set both wants the swap more than the last sequences. Else
+    lateness is checked first, so that a deadline is never overrun.
+    """
+    if mode == "drain" and boundary.hard_stop and boundary.running:
+        return Action.HARD_STOP
     if boundary.late:
         return Action.MISS
     if mode == "drain":
         return Action.WAIT if boundary.running else Action.EXCHANGE
     if not boundary.fits:
         return Action.WAIT
-    if boundary.behind > 1:
-        return Action.AHEAD
-    return Action.CATCH_UP if boundary.behind else Action.EXCHANGE
+    return Action.WAIT if mode == "recompute" and boundary.behind else Action.EXCHANGE
 
 
 def hold_admission(mode: Mode, ahead_steps: int) -> bool:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.bucket import Bucket
-from engine.graphs.port import GraphBackend, GraphExec
-from engine.kv import KvArena
+from engine.graphset import GraphSet
+from engine.kv import KvPool
 from engine.loaded import LoadedBuild
-from engine.model import StepBuffers
-from engine.padding import bucket_of, fill, logits_row
-from engine.schedule import StepPlan
+from engine.padding import bucket_of, fill, logits_rows
+from engine.schedule import Limits, StepPlan
+from engine.table import KvSpace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,10 +24,8 @@ class Generation:
 
     number: int
     build: LoadedBuild
-    arena: KvArena
-    io: StepBuffers
-    execs: Mapping[Bucket, GraphExec]
-    backend: GraphBackend
+    pool: KvPool
+    graphs: GraphSet
     golden: tuple[int, ...]
 
     @property
@@ -37,28 +34,53 @@ class Generation:
         return self.build.manifest.digest
 
     @property
+    def space(self) -> KvSpace:
+        """Where its KV lies."""
+        return KvSpace(self.number, self.pool.blocks)
+
+    @property
+    def limits(self) -> Limits:
+        """What the scheduler may put into it."""
+        return self.build.limits
+
+    @property
     def chunk_tokens_max(self) -> int:
         """Tokens that one step can prefill."""
         return self.build.manifest.runtime.prefill_chunk_tokens
 
-    def run(self, plan: StepPlan) -> torch.Tensor | None:
-        """Compute one step in this generation's arena.
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """What it computes with, by name; in copy mode what it would compute with once installed."""
+        return self.graphs.weights_of(self.number)
 
-        Returns:
-            float32 ``[n, vocab_size]`` on the CPU, a row for each feed of ``plan.feeds`` that emits, in
-            order; None when none does.
-        """
+    def carries(self, other: Generation) -> bool:
+        """True when KV made by ``other`` is what this generation would have made, at the same place."""
+        return (
+            self.pool is other.pool
+            and self.build.weights_digest == other.build.weights_digest
+            and self.build.kv_signature == other.build.kv_signature
+        )
+
+    def run(self, plan: StepPlan) -> torch.Tensor | None:
+        """See :meth:`engine.servable.Servable.run`."""
         bucket = bucket_of(plan, self.build.manifest.runtime)
-        with self.backend.stream():
-            fill(self.io, plan, bucket, self.arena.shape)
-            self.execs[bucket].replay()
-            self.backend.wait()
-            rows = [logits_row(feed, plan, bucket) for feed in plan.feeds if feed.emits]
-            return self.io.logits[rows].cpu() if rows else None
+        graphs = self.graphs
+        with graphs.backend.stream():
+            self.pool.clear(plan.fresh)
+            fill(graphs.io, plan, bucket, self.pool.layout.block_tokens)
+            graphs.execs[bucket].replay()
+            graphs.backend.wait()
+            rows = logits_rows(plan, bucket)
+            return graphs.io.logits[rows].cpu() if rows else None
+
+    def install(self) -> None:
+        """See :meth:`engine.servable.Servable.install`."""
+        self.graphs.install(self.number)
+
+    def give_back(self) -> int:
+        """See :meth:`engine.servable.Servable.give_back`."""
+        return self.pool.give_back()
 
     def close(self) -> None:
-        """Drop every graph, then the backend; nothing runs on them any more."""
-        self.backend.wait()
-        for graph_exec in self.execs.values():
-            graph_exec.close()
-        self.backend.close()
+        """Drop its graphs, unless another generation uses them in copy mode; nothing runs on them any more."""
+        self.graphs.leave(self.number)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from engine.blocks import blocks_for
 from engine.bucket import all_buckets
 from engine.build import BuildInvalidError, BuildManifest, read_manifest
 from engine.errors import LoadError
-from engine.kv import KvArena, KvShape, kv_signature
+from engine.kv import KvLayout, KvPool, kv_signature
 from engine.llama import LlamaConfig, parse_config, tensor_shapes
 from engine.model import Llama, StepBuffers
 from engine.schedule import Limits
@@ -26,8 +27,9 @@ def _proceed() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedBuild:
-    """Weights and what is derived from the manifest."""
+    """Weights and what is derived from the manifest, read from ``folder``."""
 
+    folder: Path
     manifest: BuildManifest
     config: LlamaConfig
     model: Llama
@@ -36,25 +38,28 @@ class LoadedBuild:
     kv_signature: str
 
     @property
-    def kv_shape(self) -> KvShape:
-        """Size of the arena this build runs in."""
-        return KvShape(slots=self.manifest.runtime.batch_sizes[-1], tokens=self.manifest.runtime.contexts[-1])
+    def kv_layout(self) -> KvLayout:
+        """Of the KV pool this build runs in."""
+        return KvLayout.of(self.config, self.manifest.runtime)
 
     @property
     def limits(self) -> Limits:
         """What the scheduler may put into it."""
-        shape = self.kv_shape
-        return Limits(slots=shape.slots, context=shape.tokens, vocab_size=self.config.vocab_size)
+        runtime = self.manifest.runtime
+        return Limits(
+            slots=runtime.batch_sizes[-1],
+            context=min(runtime.contexts[-1], self.kv_layout.capacity_tokens),
+            vocab_size=self.config.vocab_size,
+        )
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors, mapped or copied."""
         return sum(tensor.nbytes for tensor in self.model.weights.values())
 
-    def new_arena(self) -> KvArena:
-        """A zeroed arena of this build's own."""
-        dtype = DTYPES[self.manifest.runtime.dtype]
-        return KvArena(self.config, self.kv_shape, dtype=dtype, device=self.device)
+    def new_pool(self) -> KvPool:
+        """A zeroed KV pool of this build's own."""
+        return KvPool(self.kv_layout, dtype=DTYPES[self.manifest.runtime.dtype], device=self.device)
 
     def new_buffers(self) -> StepBuffers:
         """Static inputs and outputs for every bucket."""
@@ -62,6 +67,7 @@ class LoadedBuild:
         return StepBuffers.allocate(
             rows_max=runtime.batch_sizes[-1] + runtime.prefill_chunk_tokens,
             batch_max=runtime.batch_sizes[-1],
+            blocks_max=blocks_for(runtime.contexts[-1], runtime.kv_block_tokens),
             vocab_size=self.config.vocab_size,
             device=self.device,
         )
@@ -72,6 +78,7 @@ def load_build(
     *,
     device: torch.device,
     expected_digest: str | None = None,
+    resident: LoadedBuild | None = None,
     checkpoint: Callable[[], None] = _proceed,
 ) -> LoadedBuild:
     """Read the manifest, check the configuration, map and page in the weights.
@@ -82,6 +89,7 @@ def load_build(
         folder: the build.
         device: where to run.
         expected_digest: refuse another build.
+        resident: a loaded build; equal weights are shared with it and not loaded again.
         checkpoint: called between tensors; may sleep, or raise to abandon loading.
 
     Raises:
@@ -98,17 +106,27 @@ def load_build(
     config = parse_config(manifest.model)
     if runtime.contexts[-1] > config.positions_max:
         raise LoadError(f"runtime: context {runtime.contexts[-1]} is beyond the model's {config.positions_max}")
-    weights = load_weights(folder, manifest, tensor_shapes(config), dtype=DTYPES[runtime.dtype])
-    for name, tensor in weights.items():
-        page_in(tensor)
-        weights[name] = tensor.to(device)
-        checkpoint()
-    shape = KvShape(slots=runtime.batch_sizes[-1], tokens=runtime.contexts[-1])
+    digest = weights_digest(manifest)
+    if (
+        resident is not None
+        and resident.weights_digest == digest
+        and resident.device == device
+        and resident.manifest.runtime.dtype == runtime.dtype
+        and tensor_shapes(resident.config) == tensor_shapes(config)
+    ):
+        weights = dict(resident.model.weights)
+    else:
+        weights = load_weights(folder, manifest, tensor_shapes(config), dtype=DTYPES[runtime.dtype])
+        for name, tensor in weights.items():
+            page_in(tensor)
+            weights[name] = tensor.to(device)
+            checkpoint()
     return LoadedBuild(
+        folder=folder,
         manifest=manifest,
         config=config,
-        model=Llama(config, weights, context_max=runtime.contexts[-1]),
+        model=Llama(config, weights, context_max=runtime.contexts[-1], block_tokens=runtime.kv_block_tokens),
         device=device,
-        weights_digest=weights_digest(manifest),
-        kv_signature=kv_signature(config, shape, runtime.dtype),
+        weights_digest=digest,
+        kv_signature=kv_signature(config, KvLayout.of(config, runtime)),
     )

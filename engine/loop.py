@@ -2,137 +2,154 @@
 
 Each turn is one step of the serving generation and then a step boundary, where a pending swap may be
 carried out; beside the step, a generation that has to rebuild KV takes one of its own. Everything the
-loop owns (schedule, arenas, active generation) is touched by its thread only; other threads post
+loop owns (schedule, KV blocks, active generation) is touched by its thread only; other threads post
 messages and calls, taken between steps.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from engine.exchange import Action, Boundary, decide, hold_admission
-from engine.generation import Generation
-from engine.kv import KvArena
+from engine.mailbox import Mailbox
 from engine.metrics import Metrics
+from engine.outbox import Outbox, Send
 from engine.pending import PendingSwap
-from engine.sampler import Choice, sample
+from engine.sampler import Choice, Sampled, sample
 from engine.schedule import Schedule, Sequence, StepPlan
-from engine.wire import Cancel, Exchanged, Reply, Submit, ToEngine, ToFront, Token, Tokens
+from engine.servable import Servable, StepFacts, StepObserver, WayBack
+from engine.wire import Admitted, Cancel, Exchanged, Reply, Submit, ToEngine, Token
 
 _SEED_BITS = 64
 _MS, _US = 1e3, 1e6
 _STOPPING = Reply("stopping", "the engine is stopping")
+_log = logging.getLogger(__name__)
 
 
 class ServeLoop:
-    """Runs until :meth:`stop`.
+    """Runs until :meth:`stop`."""
 
-    Args:
-        send: delivers a message to the front, in order; raises OSError when the front is gone.
-    """
-
-    def __init__(self, send: Callable[[ToFront], None]) -> None:
+    def __init__(self) -> None:
         self.metrics = Metrics()
-        self._send = send
-        self._wake = threading.Condition()
-        self._inbox: deque[ToEngine] = deque()
-        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._stopping = False
-        self._schedule = Schedule()
-        self._active: Generation | None = None
-        self._arenas: dict[int, KvArena] = {}
+        self.schedule = Schedule()
+        self._observer: StepObserver | None = None
+        self._mailbox = Mailbox()
+        self._outbox = Outbox(self.metrics)
+        self._active: Servable | None = None
         self._pending: PendingSwap | None = None
-        self._tokens_sent_s: float | None = None
-        self._gap_from_s: float | None = None
+        self._way_back: WayBack | None = None
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="ahead")
 
     # Called by other threads.
 
     @property
+    def active(self) -> Servable | None:
+        """The generation that serves."""
+        return self._active
+
+    @property
     def running(self) -> int:
-        """Sequences in slots."""
-        return len(self._schedule.running)
+        """Sequences in the batch."""
+        return len(self.schedule.running)
 
     @property
     def waiting(self) -> int:
-        """Requests without a slot."""
-        return len(self._schedule.waiting) + len(self._inbox)
+        """Requests not in the batch."""
+        return len(self.schedule.waiting) + len(self._mailbox)
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell ``observer`` of every step, and ask it for a way back; set before the loop runs."""
+        self._observer = observer
 
     def post(self, message: ToEngine) -> None:
         """Hand over a message of the front."""
-        with self._wake:
-            self._inbox.append(message)
-            self._wake.notify()
+        self._mailbox.post(message)
 
-    def activate(self, generation: Generation) -> Future[None]:
+    def attach(self, send: Send) -> Future[None]:
+        """Talk to a new front: drop the requests of the one before and tell which generation serves.
+
+        Nothing of the front before is posted any more.
+
+        Args:
+            send: delivers a message to the front, in order; raises OSError when the front is gone.
+        """
+
+        def attach() -> None:
+            self._drop_requests()
+            self._outbox.attach(send)
+            if self._active is not None:
+                self._outbox.tell(Exchanged(self._active.number))
+
+        return self.call(attach)
+
+    def activate(self, generation: Servable) -> Future[None]:
         """Serve the first generation."""
 
         def activate() -> None:
             assert self._active is None
-            self._arenas[generation.arena.serial] = generation.arena
             self._active = generation
+            self._outbox.tell(Exchanged(generation.number))
 
-        return self._call(activate)
+        return self.call(activate)
 
     def request_swap(self, pending: PendingSwap) -> None:
         """Exchange at the next boundary that allows it; ``pending.reply`` tells the outcome."""
 
         def request() -> None:
             assert self._pending is None
-            self._arenas[pending.target.arena.serial] = pending.target.arena
             self._pending = pending
 
         def give_up(call: Future[None]) -> None:
             if call.cancelled():
                 pending.reply.set_result(_STOPPING)
 
-        self._call(request).add_done_callback(give_up)
+        self.call(request).add_done_callback(give_up)
 
-    def detach(self, generation: Generation) -> Future[None]:
+    def detach(self, generation: Servable) -> Future[None]:
         """Let go of a generation that does not serve; done when no step can touch it any more."""
 
         def detach() -> None:
-            assert self._active is not None
-            if generation.arena is not self._active.arena:
-                self._arenas.pop(generation.arena.serial, None)
+            self.schedule.drop(generation.number)
+            generation.space.pool.forget(generation.number)
 
-        return self._call(detach)
+        return self.call(detach)
+
+    def reclaim(self, blocks_max: int) -> Future[int]:
+        """Evict up to ``blocks_max`` blocks kept for their prefix alone and give free memory back, at a boundary.
+
+        The result is in bytes.
+        """
+        freed: Future[int] = Future()
+
+        def reclaim() -> None:
+            if self._active is None:
+                freed.set_result(0)
+                return
+            self._active.space.pool.evict(blocks_max)
+            freed.set_result(self._active.give_back())
+
+        self.call(reclaim).add_done_callback(lambda call: freed.cancel() if call.cancelled() else None)
+        return freed
 
     def drop_requests(self) -> Future[None]:
         """Cancel everything: the front is gone."""
-
-        def drop() -> None:
-            self._inbox.clear()
-            for sequence in (*self._schedule.waiting, *self._schedule.running):
-                self._schedule.cancel(sequence.request)
-                self.metrics.requests_cancelled += 1
-
-        return self._call(drop)
+        return self.call(self._drop_requests)
 
     def stop(self) -> None:
         """End after the present step."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._mailbox.close()
 
-    def _call(self, function: Callable[[], None]) -> Future[None]:
+    def call(self, function: Callable[[], None]) -> Future[None]:
         """Run ``function`` in the loop's thread between two steps; cancelled when the loop ends first."""
-        done: Future[None] = Future()
-        with self._wake:
-            if self._stopping:
-                done.cancel()
-            else:
-                self._calls.append((function, done))
-                self._wake.notify()
-        return done
+        return self._mailbox.call(function)
 
     # The loop's own thread.
 
@@ -140,189 +157,221 @@ class ServeLoop:
         """Serve until stopped. An exception here is a defect: the process must end."""
         torch.set_grad_enabled(False)  # per thread
         try:
-            while self._wait_for_work():
-                self._take_calls()
-                if self._active is not None:
-                    self._turn(self._active)
+            while self._mailbox.wait(busy=self._busy):
+                self.turn()
         finally:
             self.stop()
             self._helper.shutdown()
-            for _, done in self._calls:
-                done.cancel()
+            self._mailbox.cancel_calls()
             if self._pending is not None:
                 self._pending.reply.set_result(_STOPPING)
 
-    def _take_calls(self) -> None:
-        # A method of its own: a local of `run` would keep the last call's generation alive.
-        for _ in range(len(self._calls)):
-            function, done = self._calls.popleft()
-            function()
-            done.set_result(None)
-
-    def _wait_for_work(self) -> bool:
-        with self._wake:
-            while not (self._stopping or self._calls or (self._active is not None and self._busy())):
-                self._wake.wait()
-        return not self._stopping
+    def turn(self) -> None:
+        """Calls that wait, one step and its boundary; for :meth:`run`, and for simulations without threads."""
+        self._mailbox.run_calls()
+        if self._active is not None:
+            self._serve(self._active)
 
     def _busy(self) -> bool:
-        return bool(self._inbox or self._schedule.running or self._schedule.waiting or self._pending)
+        if self._active is None:
+            return False
+        return bool(len(self._mailbox) or self.schedule.running or self.schedule.waiting or self._pending)
 
-    def _turn(self, active: Generation) -> None:
-        """One step and its boundary."""
+    def _serve(self, active: Servable) -> None:
         start_s = time.perf_counter()
         tokens = self._intake()
-        self._sweep(active)
+        self.schedule.sweep()
         tokens += self._admit(active)
-        plan = self._schedule.plan(active.arena.serial, chunk_tokens_max=active.chunk_tokens_max)
+        plan = self.schedule.plan(active.space, chunk_tokens_max=active.chunk_tokens_max)
+        nonfinite = 0
         if plan is not None:
-            tokens += self._step(active, plan)
-        self._sweep(active)
-        self._deliver(active, tokens)
-        if self._pending is not None:
+            emitted, nonfinite = self._try_step(active, plan)
+            tokens += emitted
+        self.schedule.sweep()
+        self._outbox.deliver(active.number, tokens)
+        if self._way_back is not None:
+            self._return(active, self._way_back)
+        elif self._pending is not None:
             self._boundary(active, self._pending)
         if plan is not None:
-            self.metrics.step.add((time.perf_counter() - start_s) * _MS)
+            step_ms = (time.perf_counter() - start_s) * _MS
+            self.metrics.step.add(step_ms)
+            if self._observer is not None:
+                facts = StepFacts(active.number, step_ms, len(plan.decode), plan.chunk is not None, nonfinite)
+                self._observer.stepped(facts)
+        self._outbox.tell_load(self.schedule, active.space, self.waiting)
 
     def _intake(self) -> list[Token]:
         """Take the front's messages; returns the ends they cause."""
         ended = []
-        while self._inbox:
-            message = self._inbox.popleft()
+        for message in self._mailbox.messages():
             if isinstance(message, Cancel):
-                token = self._schedule.cancel(message.request)
+                token = self.schedule.cancel(message.request)
                 ended += [] if token is None else [token]
-            elif not self._schedule.submit(_sequence(message)):
+            elif not self.schedule.submit(_sequence(message)):
                 # The id belongs to a live request, so no answer can reach the right one.
                 self.metrics.requests_failed += 1
         return ended
 
-    def _admit(self, active: Generation) -> list[Token]:
-        limits, pending = active.build.limits, self._pending
+    def _admit(self, active: Servable) -> list[Token]:
+        limits, pending = active.limits, self._pending
         if pending is not None:
             if hold_admission(pending.mode, pending.ahead_steps):
                 return []
-            limits = replace(limits, slots=min(limits.slots, pending.target.build.limits.slots))
-        return self._schedule.admit(limits)
+            limits = replace(limits, slots=min(limits.slots, pending.target.limits.slots))
+        admitted, ended = self.schedule.admit(limits, active.space)
+        for sequence in admitted:
+            # A sequence that comes back from preemption was announced before.
+            if not sequence.generated:
+                self._outbox.tell(Admitted(sequence.request, sequence.prefix_tokens))
+        return ended
 
-    def _step(self, active: Generation, plan: StepPlan) -> list[Token]:
-        rebuilt = self._start_ahead(active)
-        logits = active.run(plan)
-        if rebuilt is not None:
-            rebuilt.result()
-        self._schedule.consume(active.arena.serial, plan)
+    def _try_step(self, active: Servable, plan: StepPlan) -> tuple[list[Token], int]:
+        """Run a step; when it fails, go back to the generation before."""
+        try:
+            return self._step(active, plan)
+        except Exception as error:
+            # The plan was not consumed: another generation can compute the same step again.
+            _log.exception("a step of generation %d failed", active.number)
+            if not self._seek_way_back(active, f"a step failed: {error}"):
+                raise
+            return [], 0
+
+    def _step(self, active: Servable, plan: StepPlan) -> tuple[list[Token], int]:
+        """Run a step; returns its tokens and how many rows were not finite."""
+        rebuilt = self._start_ahead(plan)
+        try:
+            logits = active.run(plan)
+        finally:
+            if rebuilt is not None:
+                self._end_ahead(rebuilt)
         self.metrics.steps += 1
-        if logits is None:
-            return []
-        slots = [feed.slot for feed in plan.feeds if feed.emits]
-        sequences = [self._schedule.running[slot] for slot in slots]
-        choices = [Choice(sequence.sampling, sequence.seed, sequence.generated) for sequence in sequences]
-        tokens = []
-        for slot, picked in zip(slots, sample(logits, choices), strict=True):
-            if picked is None:
-                self.metrics.nonfinite_rows += 1
-                self._clear(active, slot)
-            tokens.append(self._schedule.emit(slot, picked, active.build.limits))
-        return tokens
+        sequences = [feed.sequence for feed in plan.feeds if feed.emits]
+        choices = [Choice(one.sampling, one.seed, one.generated, one.tokens) for one in sequences]
+        sampled = [] if logits is None else sample(logits, choices)
+        broken = [one for one, choice in zip(sequences, sampled, strict=True) if choice.token is None]
+        self.metrics.nonfinite_rows += len(broken)
+        if broken and self._seek_way_back(active, "logits are not finite"):
+            # Nothing of this step counts, and what the broken sequences have cached is not to be trusted.
+            for sequence in broken:
+                self.schedule.distrust(sequence, active.number)
+            return [], len(broken)
+        self.schedule.consume(active.number, plan)
+        return [self._emit(active, *pair) for pair in zip(sequences, sampled, strict=True)], len(broken)
 
-    def _start_ahead(self, active: Generation) -> Future[None] | None:
-        """Let a pending generation rebuild KV beside this step, in another thread: the arenas are disjoint."""
+    def _emit(self, active: Servable, sequence: Sequence, sampled: Sampled) -> Token:
+        if sampled.token is None:
+            self.schedule.distrust(sequence, active.number)
+            return self.schedule.fail(sequence)
+        token = self.schedule.emit(sequence, sampled.token, active.limits)
+        return token if sampled.logprobs is None else msgspec.structs.replace(token, logprobs=sampled.logprobs)
+
+    def _seek_way_back(self, active: Servable, why: str) -> bool:
+        """Remember what to serve instead from this boundary on; False when there is nothing."""
+        if self._observer is not None:
+            self._way_back = self._observer.fallback(active.number, why)
+        return self._way_back is not None
+
+    def _return(self, active: Servable, way_back: WayBack) -> None:
+        """Serve the generation before; what its KV lacks is computed in the next steps."""
+        self._way_back = None
+        if self._pending is not None:
+            self._give_up(self._pending, Reply("boundary_missed", f"generation {active.number} cannot go on"))
+        way_back.generation.install()
+        if way_back.carries:
+            self.schedule.carry(active.number, way_back.generation.number)
+        self._active = way_back.generation
+        self.metrics.fallbacks += 1
+        self._outbox.tell(Exchanged(way_back.generation.number))
+
+    # Rebuilding KV ahead.
+
+    def _start_ahead(self, plan: StepPlan) -> Future[None] | None:
+        """Let a pending generation rebuild KV beside this step, in another thread: their blocks are disjoint."""
         pending = self._pending
-        if pending is None or self._decide(active, pending) is not Action.AHEAD:
+        if pending is None or not pending.ahead or not self._fits(pending):
             return None
         target = pending.target
-        plan = self._schedule.plan_ahead(target.arena.serial, chunk_tokens_max=target.chunk_tokens_max)
-        assert plan is not None
+        ahead = self.schedule.plan_ahead(plan, target.space, chunk_tokens_max=target.chunk_tokens_max)
         pending.ahead_steps += 1
-        return self._helper.submit(self._rebuild, target, plan)
+        return None if ahead is None else self._helper.submit(self._rebuild, target, ahead)
 
-    def _rebuild(self, target: Generation, plan: StepPlan) -> None:
+    def _rebuild(self, target: Servable, plan: StepPlan) -> None:
         target.run(plan)
-        self._schedule.consume(target.arena.serial, plan)
+        self.schedule.consume(target.number, plan)
 
-    def _sweep(self, active: Generation) -> None:
-        """Close holes in every arena that knows the sequences: also the one a rollback would return to."""
-        moves = self._schedule.sweep()
-        if not moves:
+    def _end_ahead(self, rebuilt: Future[None]) -> None:
+        """Wait for the rebuilding; if it failed, the swap is off and serving goes on."""
+        error = rebuilt.exception()
+        if error is None:
             return
-        with active.backend.stream():
-            for move in moves:
-                for serial, arena in self._arenas.items():
-                    arena.move(move.source, move.target, move.cached.get(serial, 0))
-            active.backend.wait()
+        assert self._pending is not None
+        _log.error("the pending generation failed", exc_info=error)
+        why = f"generation {self._pending.target.number} failed before it served: {error}"
+        self._give_up(self._pending, Reply("target_failed", why))
 
-    def _clear(self, active: Generation, slot: int) -> None:
-        with active.backend.stream():
-            for arena in self._arenas.values():
-                arena.clear(slot)
-            active.backend.wait()
+    def _drop_requests(self) -> None:
+        self._mailbox.discard()
+        for sequence in self.schedule:
+            if self.schedule.cancel(sequence.request) is not None:
+                self.metrics.requests_cancelled += 1
+        self.schedule.sweep()
 
-    def _deliver(self, active: Generation, tokens: list[Token]) -> None:
-        if not tokens:
-            return
-        for token in tokens:
-            self.metrics.tokens_generated += token.token >= 0
-            self.metrics.requests_completed += token.finish in ("stop", "length")
-            self.metrics.requests_failed += token.finish == "error"
-            self.metrics.requests_cancelled += token.finish == "cancelled"
-        self._tell(Tokens(active.number, tuple(tokens)))
-        self._tokens_sent_s = time.perf_counter()
-        if self._gap_from_s is not None:
-            self.metrics.swap_gap_ms_last = (self._tokens_sent_s - self._gap_from_s) * _MS
-            self._gap_from_s = None
+    # The boundary.
 
-    def _tell(self, message: ToFront) -> None:
-        try:
-            self._send(message)
-        except OSError:
-            # The reader thread sees the end of the stream as well, and drops all requests.
-            return
+    def _fits(self, pending: PendingSwap) -> bool:
+        assert self._active is not None
+        return self.schedule.fits(pending.target.limits, self._active.limits.vocab_size)
 
-    def _boundary(self, active: Generation, pending: PendingSwap) -> None:
+    def _boundary(self, active: Servable, pending: PendingSwap) -> None:
         """Exchange, give up, or go on waiting."""
-        action = self._decide(active, pending)
-        if action is Action.CATCH_UP:
-            target = pending.target
-            plan = self._schedule.plan_ahead(target.arena.serial, chunk_tokens_max=target.chunk_tokens_max)
-            assert plan is not None
-            assert plan.chunk is None
-            self._rebuild(target, plan)
+        now_s = time.monotonic()
+        boundary = Boundary(
+            running=len(self.schedule.running),
+            behind=self.schedule.behind(pending.target.number, active.number) if pending.ahead else 0,
+            fits=self._fits(pending),
+            late=now_s >= pending.deadline_s,
+            hard_stop=pending.hard_stop_s is not None and now_s >= pending.hard_stop_s,
+        )
+        action = decide(pending.mode, boundary)
+        if action is Action.HARD_STOP:
+            ended = [self.schedule.cancel(sequence.request) for sequence in tuple(self.schedule.running)]
+            self._outbox.deliver(active.number, [token for token in ended if token is not None])
+            self.schedule.sweep()
             action = Action.EXCHANGE
         if action is Action.MISS:
-            self._pending = None
-            pending.missed()
-            pending.reply.set_result(Reply("boundary_missed", "no step boundary allowed the swap in time"))
+            self._give_up(pending, Reply("boundary_missed", "no step boundary allowed the swap in time"))
         elif action is Action.EXCHANGE:
             self._exchange(active, pending)
 
-    def _decide(self, active: Generation, pending: PendingSwap) -> Action:
-        target, rebuilds = pending.target, pending.mode == "recompute" and pending.target.arena is not active.arena
-        boundary = Boundary(
-            running=len(self._schedule.running),
-            behind=self._schedule.lag_max(target.arena.serial) - 1 if rebuilds else 0,
-            fits=self._schedule.fits(target.build.limits, active.build.config.vocab_size),
-            late=time.monotonic() >= pending.deadline_s,
-        )
-        return decide(pending.mode, boundary)
+    def _give_up(self, pending: PendingSwap, reply: Reply) -> None:
+        """Forget the swap; its target is merely READY again."""
+        self._pending = None
+        self.schedule.drop(pending.target.number)
+        pending.missed()
+        pending.reply.set_result(reply)
 
-    def _exchange(self, active: Generation, pending: PendingSwap) -> None:
+    def _exchange(self, active: Servable, pending: PendingSwap) -> None:
         start_s = time.perf_counter()
+        pending.target.install()
+        installed_s = time.perf_counter()
+        if pending.mode == "carry":
+            self.schedule.carry(active.number, pending.target.number)
         self._active = pending.target
-        exchange_us = (time.perf_counter() - start_s) * _US
+        exchange_us = (time.perf_counter() - installed_s) * _US
         self._pending = None
         pending.exchanged()
-        self._tell(Exchanged(pending.target.number))
-        if pending.mode == "recompute" and pending.target.arena is active.arena:
-            self._schedule.forget(active.arena.serial)
-        self._gap_from_s = self._tokens_sent_s if self._schedule.running else None
+        self._outbox.tell(Exchanged(pending.target.number))
+        self._outbox.begin_gap(running=bool(self.schedule.running))
         self.metrics.swaps += 1
         self.metrics.exchange_us_last = exchange_us
         self.metrics.boundary_wait_ms_last = (time.monotonic() - pending.requested_s) * _MS
         data = {
             "mode": pending.mode,
             "exchange_us": exchange_us,
+            "copy_ms": (installed_s - start_s) * _MS,
             "boundary_wait_ms": self.metrics.boundary_wait_ms_last,
-            "running": len(self._schedule.running),
+            "running": len(self.schedule.running),
             "ahead_steps": pending.ahead_steps,
         }
         pending.reply.set_result(Reply(data=data))

@@ -43,6 +43,7 @@ class Metrics:
     steps: int = 0
     nonfinite_rows: int = 0
     swaps: int = 0
+    fallbacks: int = 0
     exchange_us_last: float = 0.0
     boundary_wait_ms_last: float = 0.0
     swap_gap_ms_last: float = 0.0
@@ -58,6 +59,7 @@ class Metrics:
             "steps": self.steps,
             "nonfinite_rows": self.nonfinite_rows,
             "swaps": self.swaps,
+            "fallbacks": self.fallbacks,
             "exchange_us_last": self.exchange_us_last,
             "boundary_wait_ms_last": self.boundary_wait_ms_last,
             "swap_gap_ms_last": self.swap_gap_ms_last,

@@ -1,8 +1,9 @@
 """The engine process: sockets, threads, and how they end.
 
-Threads: this one reads control messages; a reader feeds the serve loop from the data socket; the serve
-loop owns the device; a worker stages; a replier answers in order. The process ends on ``Stop``, on end
-of file on the control socket (the agent died), and when the serve loop fails.
+Threads: this one reads control messages; the attacher takes data sockets and has the newest one read
+into the serve loop; the serve loop owns the device; a worker stages; a replier answers in order. The
+process outlives its front. It ends on ``Stop``, on end of file on the control socket (the agent died),
+and when the serve loop fails.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import signal
+import socket
 import threading
 from concurrent.futures import CancelledError, Future
 
@@ -17,26 +19,16 @@ import msgspec
 import torch
 
 from engine import collector
+from engine.attached import AttachedFront
 from engine.controller import ArmHook, Controller, DigestTensors
 from engine.framing import Connection, FramingError
 from engine.graphs.select import select_device
 from engine.lifetime import die_with_parent
 from engine.loop import ServeLoop
-from engine.wire import Control, Reply, Stop, ToEngine
+from engine.wire import Control, Reply, Stop
 
 _JOIN_S = 10.0
 _log = logging.getLogger(__name__)
-
-
-def _read_front(data: Connection, loop: ServeLoop) -> None:
-    """Post the front's messages until it goes; then nobody waits for its requests any more."""
-    decoder = msgspec.msgpack.Decoder(ToEngine)
-    try:
-        while (frame := data.recv()) is not None:
-            loop.post(decoder.decode(frame))
-    except (OSError, FramingError, msgspec.MsgspecError):
-        _log.exception("the front's connection failed")
-    loop.drop_requests()
 
 
 def _reply_in_order(control: Connection, replies: queue.SimpleQueue[Future[Reply] | None]) -> None:
@@ -66,11 +58,11 @@ def _serve_control(
             return
 
 
-def run(data_fd: int, control_fd: int, *, arm: ArmHook, digest_tensors: DigestTensors, threads: int = 1) -> int:
+def run(attach_fd: int, control_fd: int, *, arm: ArmHook, digest_tensors: DigestTensors, threads: int = 1) -> int:
     """Serve until told to stop; call it from the main thread of a process of its own.
 
     Args:
-        data_fd: connected stream socket to the front.
+        attach_fd: socket on which the agent hands over data sockets to the front (see :mod:`engine.attach`).
         control_fd: connected stream socket to the agent.
         arm: starts write tracking of this process; its result is the reply to ``Arm``.
         digest_tensors: maps named uint8 ``[n]`` arrays to digests, for ``Inspect``.
@@ -83,10 +75,11 @@ def run(data_fd: int, control_fd: int, *, arm: ArmHook, digest_tensors: DigestTe
     # Ctrl-C goes to the whole terminal group; the agent then stops us in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
-    data, control = Connection.from_fd(data_fd), Connection.from_fd(control_fd)
+    control = Connection.from_fd(control_fd)
     replies: queue.SimpleQueue[Future[Reply] | None] = queue.SimpleQueue()
     failed = threading.Event()
-    loop = ServeLoop(data.send)
+    loop = ServeLoop()
+    front = AttachedFront(socket.socket(fileno=attach_fd), loop)
     controller = Controller(loop, device=select_device(), arm=arm, digest_tensors=digest_tensors)
 
     def serve() -> None:
@@ -99,10 +92,10 @@ def run(data_fd: int, control_fd: int, *, arm: ArmHook, digest_tensors: DigestTe
             control.shutdown()
 
     serving = threading.Thread(target=serve, name="serve", daemon=True)
-    reading = threading.Thread(target=_read_front, args=(data, loop), name="front-reader", daemon=True)
+    attaching = threading.Thread(target=front.run, name="attacher", daemon=True)
     replying = threading.Thread(target=_reply_in_order, args=(control, replies), name="replier", daemon=True)
     collector.exempt_present()
-    for thread in (serving, reading, replying):
+    for thread in (serving, attaching, replying):
         thread.start()
     try:
         _serve_control(control, controller, replies)
@@ -111,8 +104,8 @@ def run(data_fd: int, control_fd: int, *, arm: ArmHook, digest_tensors: DigestTe
         failed.set()
     # Teardown: everything a thread may wait for is ended before the thread is joined.
     loop.stop()
-    data.shutdown()
-    for thread in (serving, reading):
+    front.stop()
+    for thread in (serving, attaching):
         thread.join(_JOIN_S)
     controller.close()
     replies.put(None)

@@ -2,6 +2,9 @@
 
 Random draws are counter-based: draw number n of a sequence is a hash of its seed and n, so a seed gives
 the same tokens whatever runs beside it, and across a swap.
+
+The order of the options is vLLM V1's (``vllm/v1/sample/sampler.py``): log probabilities of the model's own
+logits first; then bias and penalties, on which greedy takes the argmax; then temperature, min_p, top_k, top_p.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.wire import Sampling
+from engine.wire import Logprobs, Sampling
 
-# The nucleus of a peaked distribution is small: look for it among these before sorting the vocabulary.
-_NUCLEUS_TOKENS = 256
+# What top_k, min_p and top_p keep is usually few: look for it among these before sorting the vocabulary.
+_CANDIDATES = 256
 _DRAW_BYTES = 8
 # Colder than this, dividing logits overflows, and the result is greedy anyway.
 _TEMPERATURE_MIN = 1e-4
@@ -23,11 +26,27 @@ _TEMPERATURE_MIN = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to choose one token: options, the sequence's seed, and how many it drew before."""
+    """How to choose one token.
+
+    Attributes:
+        sampling: the request's options.
+        seed: of the sequence's draws.
+        index: tokens the sequence generated before.
+        tokens: ends with these ``index`` tokens; read only under a penalty, so the sequence's own list will do.
+    """
 
     sampling: Sampling
     seed: int
     index: int
+    tokens: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was chosen in one row. ``token`` is None when the row has a non-finite value."""
+
+    token: int | None
+    logprobs: Logprobs | None = None
 
 
 def uniform(seed: int, index: int) -> float:
@@ -37,19 +56,66 @@ def uniform(seed: int, index: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def _nucleus(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities and ids of the smallest set of most likely tokens that reaches ``top_p``."""
-    values, ids = probabilities.topk(min(_NUCLEUS_TOKENS, probabilities.numel()))
-    if float(values.sum()) < top_p:
-        values, ids = probabilities.sort(descending=True)
-    kept = int((values.cumsum(0) < top_p).sum()) + 1
-    return values[:kept], ids[:kept]
+def sample(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Sampled]:
+    """One token per row, with its log probabilities where they are asked for.
+
+    Args:
+        logits: float32 ``[rows, vocab_size]`` on the CPU.
+        choices: one per row.
+    """
+    finite = logits.isfinite().all(1).tolist()
+    best = logits.argmax(1).tolist()
+    sampled = []
+    for row, choice in enumerate(choices):
+        if not finite[row]:
+            sampled.append(Sampled(None))
+            continue
+        token = best[row] if _is_plain_greedy(choice.sampling) else _choose(logits[row], choice)
+        count = choice.sampling.logprobs
+        sampled.append(Sampled(token, None if count is None else _logprobs(logits[row], token, count)))
+    return sampled
+
+
+def _is_plain_greedy(options: Sampling) -> bool:
+    return options.temperature < _TEMPERATURE_MIN and not _adjusts(options)
+
+
+def _adjusts(options: Sampling) -> bool:
+    return bool(options.logit_bias or options.presence_penalty or options.frequency_penalty)
+
+
+def _choose(logits: torch.Tensor, choice: Choice) -> int:
+    if _adjusts(choice.sampling):
+        logits = _adjusted(logits, choice)
+    if choice.sampling.temperature < _TEMPERATURE_MIN:
+        return int(logits.argmax())
+    return _draw(logits, choice)
+
+
+def _adjusted(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """Logits with bias and penalties: OpenAI API reference, "Frequency and presence penalties".
+
+    Only generated tokens are counted, as there; a prompt is not penalised. Token ids beyond the row are
+    passed over: the generation that serves may have a smaller vocabulary than the one that took the request.
+    """
+    options, size = choice.sampling, len(logits)
+    logits = logits.clone()
+    for token, bias in options.logit_bias:
+        if token < size:
+            logits[token] += bias
+    if options.presence_penalty or options.frequency_penalty:
+        generated = choice.tokens[len(choice.tokens) - choice.index :]
+        known = torch.tensor([token for token in generated if token < size], dtype=torch.int64)
+        counts = known.bincount(minlength=size)
+        logits -= counts * options.frequency_penalty + (counts > 0) * options.presence_penalty
+    return logits
 
 
 def _draw(logits: torch.Tensor, choice: Choice) -> int:
-    probabilities = (logits.double() / choice.sampling.temperature).softmax(0)
-    if choice.sampling.top_p < 1:
-        values, ids = _nucleus(probabilities, choice.sampling.top_p)
+    options = choice.sampling
+    probabilities = (logits.double() / options.temperature).softmax(0)
+    if options.top_p < 1 or options.top_k or options.min_p:
+        values, ids = _kept(probabilities, options)
     else:
         values, ids = probabilities, None
     cumulative = values.cumsum(0)
@@ -58,19 +124,27 @@ def _draw(logits: torch.Tensor, choice: Choice) -> int:
     return picked if ids is None else int(ids[picked])
 
 
-def sample(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int | None]:
-    """One token per row; None for a row with a non-finite value.
+def _kept(probabilities: torch.Tensor, options: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities and ids of the tokens that may be drawn, likeliest first; at least one.
 
-    Args:
-        logits: float32 ``[rows, vocab_size]`` on the CPU.
-        choices: one per row.
+    ``top_k`` and ``min_p`` (at least that share of the likeliest token's probability) each keep a head of the
+    order; ``top_p`` then keeps the smallest head of that with its share of what is left.
     """
-    finite = logits.isfinite().all(1).tolist()
-    best = logits.argmax(1).tolist()
-    tokens: list[int | None] = []
-    for row, choice in enumerate(choices):
-        if not finite[row]:
-            tokens.append(None)
-        else:
-            tokens.append(best[row] if choice.sampling.temperature < _TEMPERATURE_MIN else _draw(logits[row], choice))
-    return tokens
+    limit = min(options.top_k or len(probabilities), len(probabilities))
+    values, ids = probabilities.topk(min(limit, _CANDIDATES))
+    least = options.min_p * float(values[0])
+    whole = limit == len(probabilities) and not options.min_p
+    enough = len(values) == limit or float(values[-1]) < least or (whole and float(values.sum()) >= options.top_p)
+    if not enough:
+        values, ids = (ordered[:limit] for ordered in probabilities.sort(descending=True))
+    values = values[: max(int((values >= least).sum()), 1)]
+    mass = 1.0 if whole else float(values.sum())
+    values = values[: int((values.cumsum(0) < options.top_p * mass).sum()) + 1]
+    return values, ids[: len(values)]
+
+
+def _logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
+    """Of the model's own logits, before bias, penalties and temperature (vLLM V1's ``raw_logprobs``)."""
+    logprobs = logits.log_softmax(0)
+    top = logprobs.topk(min(count, len(logprobs)))
+    return Logprobs(float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

@@ -1,22 +1,22 @@
-"""Continuous batching as a pure core: who runs in which slot, and what each step computes.
+"""Continuous batching as a pure core: who runs, in which KV blocks, and what each step computes.
 
-A sequence is a list of known tokens and, per KV arena, a count of cached ones. Feeding every token not
-yet cached in the arena yields the next token, so prefill, decode, and rebuilding KV for another
-generation are one rule seen at different lags (lag = known - cached). Running sequences fill
-slots 0..n-1 without holes.
+A sequence is a list of known tokens and, per generation, a table of the KV blocks that hold some of them.
+Feeding every token that a generation has not cached yields the next token, so prefill, decode, recovery
+from preemption and rebuilding KV for another generation are one rule seen at different lags
+(lag = known - cached).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from engine.blocks import blocks_for
+from engine.table import KvSpace, KvTable
 from engine.wire import FinishReason, Sampling, Token
 
 NO_TOKEN = -1
-# Lag of a sequence that one decode brings up to date.
-CATCH_UP_LAG = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,12 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request. ``cached`` maps an arena's serial to the number of leading tokens it holds."""
+    """One request. ``tables`` maps a generation's number to the KV that the sequence has under it.
+
+    Attributes:
+        generated: tokens of the answer so far, the last ``generated`` of ``tokens``.
+        prefix_tokens: prompt tokens found in the prefix cache at the latest admission.
+    """
 
     request: int
     tokens: list[int]
@@ -39,30 +44,57 @@ class Sequence:
     seed: int
     stop_tokens: frozenset[int] = frozenset()
     generated: int = 0
+    prefix_tokens: int = 0
     finish: FinishReason | None = None
-    cached: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, KvTable] = field(default_factory=dict)
 
-    def lag(self, arena: int) -> int:
-        """Known tokens not yet cached in ``arena``; at least 1, because the newest token was never fed."""
-        return len(self.tokens) - self.cached.get(arena, 0)
+    def cached(self, generation: int) -> int:
+        """Leading tokens that ``generation`` has KV for."""
+        table = self.tables.get(generation)
+        return 0 if table is None else table.cached
+
+    def lag(self, generation: int) -> int:
+        """Known tokens that ``generation`` has no KV for; at least 1 at a boundary, the newest was never fed."""
+        return len(self.tokens) - self.cached(generation)
+
+    def drop(self, generation: int) -> None:
+        """Let go of the KV under ``generation``, if there is any."""
+        table = self.tables.pop(generation, None)
+        if table is not None:
+            table.close()
+
+    def drop_all(self) -> None:
+        """Let go of all KV."""
+        for generation in tuple(self.tables):
+            self.drop(generation)
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Consecutive tokens of the sequence in ``slot``, first at ``position``; ``emits`` when the next one is new."""
+    """Consecutive tokens of a sequence, first at ``position``; ``emits`` when the one after them is new.
 
-    slot: int
+    ``blocks`` cover everything up to the last of ``tokens``.
+    """
+
+    sequence: Sequence
     tokens: tuple[int, ...]
     position: int
+    blocks: tuple[int, ...]
     emits: bool
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are cached after this."""
+        return self.position + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: one-token feeds by ascending slot, and at most one chunk."""
+    """One step: one-token feeds, at most one chunk, and the blocks to clear before."""
 
     decode: tuple[Feed, ...]
     chunk: Feed | None
+    fresh: tuple[int, ...] = ()
 
     @property
     def feeds(self) -> tuple[Feed, ...]:
@@ -70,23 +102,18 @@ class StepPlan:
         return self.decode if self.chunk is None else (*self.decode, self.chunk)
 
     @property
-    def decode_rows(self) -> int:
-        """Decode rows needed: row i belongs to slot i."""
-        return self.decode[-1].slot + 1 if self.decode else 0
-
-    @property
     def context(self) -> int:
         """KV positions looked at."""
-        return max(feed.position + len(feed.tokens) for feed in self.feeds)
+        return max(feed.end for feed in self.feeds)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """KV to copy from slot ``source`` to ``target``; ``cached`` tokens per arena serial. In order."""
+@dataclass(slots=True)
+class Counters:
+    """Since the beginning: tokens looked up in the prefix cache, found there, and preemptions."""
 
-    source: int
-    target: int
-    cached: dict[int, int]
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
 
 
 class Schedule:
@@ -94,10 +121,13 @@ class Schedule:
 
     def __init__(self) -> None:
         self.waiting: deque[Sequence] = deque()
+        # Oldest admission first.
         self.running: list[Sequence] = []
+        self.counters = Counters()
         self._known: dict[int, Sequence] = {}
-        self._admitted: dict[int, int] = {}
-        self._admissions = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter((*self.running, *self.waiting))
 
     def submit(self, sequence: Sequence) -> bool:
         """Queue a request; False, and nothing done, when its id is already in use."""
@@ -108,82 +138,123 @@ class Schedule:
         return True
 
     def cancel(self, request: int) -> Token | None:
-        """End a request now; :meth:`sweep` frees its slot. None when it is unknown or already ended."""
+        """End a request now; :meth:`sweep` frees what it holds. None when it is unknown or already ended."""
         sequence = self._known.get(request)
         if sequence is None or sequence.finish is not None:
             return None
-        if request not in self._admitted:
+        if sequence in self.waiting:
             self.waiting.remove(sequence)
             del self._known[request]
         return self._end(sequence, "cancelled")
 
-    def admit(self, limits: Limits) -> list[Token]:
-        """Fill free slots, oldest request first; returns the end of requests that can never run."""
-        ended = []
+    def admit(self, limits: Limits, space: KvSpace) -> tuple[list[Sequence], list[Token]]:
+        """Run as many waiting requests as there are slots and blocks for, oldest first.
+
+        Returns:
+            The sequences admitted, and the end of requests that can never run.
+        """
+        admitted: list[Sequence] = []
+        ended: list[Token] = []
         while self.waiting and len(self.running) < limits.slots:
-            sequence = self.waiting.popleft()
+            sequence = self.waiting[0]
             reason = _unfit(sequence, limits)
             if reason is not None:
+                self.waiting.popleft()
                 del self._known[sequence.request]
                 ended.append(self._end(sequence, reason))
                 continue
-            self._admissions += 1
-            self._admitted[sequence.request] = self._admissions
-            self.running.append(sequence)
-        return ended
+            table = KvTable(space, sequence.tokens)
+            if self._owed(space) + self._need(sequence, table, space) > space.pool.available:
+                table.close()
+                break
+            sequence.tables[space.generation] = table
+            sequence.prefix_tokens = table.cached
+            self.counters.prefix_query_tokens += len(sequence.tokens)
+            self.counters.prefix_hit_tokens += table.cached
+            self.running.append(self.waiting.popleft())
+            admitted.append(sequence)
+        return admitted, ended
 
-    def plan(self, arena: int, *, chunk_tokens_max: int) -> StepPlan | None:
-        """The serving step: every sequence advances, the longest admitted of those behind by a whole chunk."""
-        behind = [slot for slot, sequence in enumerate(self.running) if sequence.lag(arena) > 1]
-        chunk = min(behind, key=lambda slot: self._admitted[self.running[slot].request], default=None)
-        return self._plan(arena, range(len(self.running)), chunk, keep=0, chunk_tokens_max=chunk_tokens_max)
+    def plan(self, space: KvSpace, *, chunk_tokens_max: int) -> StepPlan | None:
+        """The serving step: every sequence advances, the oldest of those behind by a whole chunk.
 
-    def plan_ahead(self, arena: int, *, chunk_tokens_max: int) -> StepPlan | None:
-        """A step that rebuilds KV in ``arena`` and emits nothing; None when every lag is 1.
+        When blocks run out, KV of other generations goes first, then the youngest sequence waits again.
+        """
+        chunk = next((one for one in self.running if one.lag(space.generation) > 1), None)
+        decode: list[Feed] = []
+        chunk_feed: Feed | None = None
+        fresh: list[int] = []
+        for sequence in tuple(self.running):
+            if sequence not in self.running:
+                break  # preempted for an older one, and all after it with it
+            table = _table(sequence, space)
+            end = min(table.cached + (chunk_tokens_max if sequence is chunk else 1), len(sequence.tokens))
+            grown = self._grow(sequence, space, end)
+            if grown is None:
+                break
+            fresh += grown
+            feed = _feed(sequence, table, end, emits=end == len(sequence.tokens))
+            if sequence is chunk:
+                chunk_feed = feed
+            else:
+                decode.append(feed)
+        if not decode and chunk_feed is None:
+            return None
+        return StepPlan(tuple(decode), chunk_feed, tuple(fresh))
+
+    def plan_ahead(self, beside: StepPlan, space: KvSpace, *, chunk_tokens_max: int) -> StepPlan | None:
+        """A step of another generation that emits nothing and, in the end, makes it level with the serving one.
 
         The sequence furthest behind gets the chunk. Near the end the others keep pace with their own
         decoding, so that all arrive together; before, that would only make the step longer, unless so
         many run that chunks alone could hardly keep up with them.
+
+        Args:
+            beside: the serving step computed at the same time; level means level after it.
+            space: of the generation that rebuilds.
+            chunk_tokens_max: tokens it can prefill in one step.
+
+        Returns:
+            None when nothing is behind, or there are no blocks to go on with.
         """
-        lags = {slot: sequence.lag(arena) for slot, sequence in enumerate(self.running) if sequence.lag(arena) > 1}
-        furthest = max(lags, key=lags.__getitem__, default=None)
+        ends = {feed.sequence: feed.end for feed in beside.feeds}
+        gaps = {one: gap for one, end in ends.items() if (gap := end - _table(one, space).cached) > 0}
+        furthest = max(gaps, key=gaps.__getitem__, default=None)
         if furthest is None:
             return None
-        if lags[furthest] == CATCH_UP_LAG:
-            return self._plan(arena, lags, None, keep=1, chunk_tokens_max=chunk_tokens_max)
-        pace = lags[furthest] <= chunk_tokens_max or 2 * len(lags) >= chunk_tokens_max
-        return self._plan(arena, lags if pace else (), furthest, keep=1, chunk_tokens_max=chunk_tokens_max)
+        pace = gaps[furthest] <= chunk_tokens_max or 2 * len(gaps) >= chunk_tokens_max
+        decode: list[Feed] = []
+        chunk: Feed | None = None
+        fresh: list[int] = []
+        for sequence in gaps if pace else (furthest,):
+            chunked = sequence is furthest and gaps[furthest] > 1
+            table = _table(sequence, space)
+            end = min(table.cached + (chunk_tokens_max if chunked else 1), ends[sequence])
+            grown = table.grow(end)
+            if grown is None:
+                continue
+            fresh += grown
+            feed = _feed(sequence, table, end, emits=False)
+            if chunked:
+                chunk = feed
+            else:
+                decode.append(feed)
+        if not decode and chunk is None:
+            return None
+        return StepPlan(tuple(decode), chunk, tuple(fresh))
 
-    def lag_max(self, arena: int) -> int:
-        """The largest lag of the running sequences; 1 when nothing runs."""
-        return max((sequence.lag(arena) for sequence in self.running), default=1)
+    def behind(self, generation: int, serving: int) -> int:
+        """Tokens of KV that ``generation`` lacks against ``serving``, of the sequence furthest behind."""
+        return max((one.cached(serving) - one.cached(generation) for one in self.running), default=0)
 
-    def _plan(
-        self, arena: int, slots: Iterable[int], chunk: int | None, *, keep: int, chunk_tokens_max: int
-    ) -> StepPlan | None:
-        """Feed one token of each of ``slots``, or a chunk of ``chunk``; the last ``keep`` tokens are not fed."""
-        decode = tuple(self._feed(slot, arena, keep, 1) for slot in slots if slot != chunk)
-        if chunk is None:
-            return StepPlan(decode, None) if decode else None
-        return StepPlan(decode, self._feed(chunk, arena, keep, chunk_tokens_max))
-
-    def _feed(self, slot: int, arena: int, keep: int, tokens_max: int) -> Feed:
-        sequence = self.running[slot]
-        start = sequence.cached.get(arena, 0)
-        end = min(start + tokens_max, len(sequence.tokens) - keep)
-        return Feed(slot, tuple(sequence.tokens[start:end]), start, emits=end == len(sequence.tokens))
-
-    def consume(self, arena: int, plan: StepPlan) -> None:
-        """Record that ``plan`` was computed in ``arena``."""
+    def consume(self, generation: int, plan: StepPlan) -> None:
+        """Record that ``generation`` computed ``plan``."""
         for feed in plan.feeds:
-            self.running[feed.slot].cached[arena] = feed.position + len(feed.tokens)
+            feed.sequence.tables[generation].advance(feed.sequence.tokens, feed.end)
 
-    def emit(self, slot: int, token: int | None, limits: Limits) -> Token:
-        """Append a sampled token to the sequence in ``slot`` (None: its logits were not finite)."""
-        sequence = self.running[slot]
+    def emit(self, sequence: Sequence, token: int, limits: Limits) -> Token:
+        """Append a sampled token."""
         assert sequence.finish is None
-        if token is None:
-            return self._end(sequence, "error")
         if token in sequence.stop_tokens:
             return self._end(sequence, "stop")
         sequence.tokens.append(token)
@@ -192,19 +263,21 @@ class Schedule:
             sequence.finish = "length"
         return Token(sequence.request, token, sequence.finish)
 
-    def sweep(self) -> list[Move]:
-        """Drop ended sequences and close the holes they leave with the last running ones."""
-        moves = []
-        for slot in range(len(self.running) - 1, -1, -1):
-            ended = self.running[slot]
-            if ended.finish is None:
-                continue
-            del self._known[ended.request], self._admitted[ended.request]
-            last = self.running.pop()
-            if last is not ended:
-                self.running[slot] = last
-                moves.append(Move(len(self.running), slot, dict(last.cached)))
-        return moves
+    def distrust(self, sequence: Sequence, generation: int) -> None:
+        """Forget KV of ``generation`` that is not finite; nobody takes it over, a later step computes it again."""
+        sequence.tables[generation].distrust()
+        sequence.drop(generation)
+
+    def fail(self, sequence: Sequence) -> Token:
+        """End a sequence that cannot go on."""
+        return self._end(sequence, "error")
+
+    def sweep(self) -> None:
+        """Drop ended sequences and what they hold."""
+        for sequence in [one for one in self.running if one.finish is not None]:
+            sequence.drop_all()
+            self.running.remove(sequence)
+            del self._known[sequence.request]
 
     def fits(self, limits: Limits, vocab_size: int) -> bool:
         """True when every running sequence could continue under ``limits`` with the vocabulary it began with."""
@@ -214,15 +287,78 @@ class Schedule:
             and all(len(sequence.tokens) < limits.context for sequence in self.running)
         )
 
-    def forget(self, arena: int) -> None:
-        """Distrust the KV of ``arena``: running sequences are prefilled again."""
+    def carry(self, source: int, target: int) -> None:
+        """Running sequences go on under ``target`` with the KV they have under ``source``."""
         for sequence in self.running:
-            sequence.cached.pop(arena, None)
+            table = sequence.tables.pop(source, None)
+            sequence.drop(target)
+            if table is not None:
+                table.carry()
+                sequence.tables[target] = table
+
+    def drop(self, generation: int) -> None:
+        """Let go of all KV under ``generation``."""
+        for sequence in self.running:
+            sequence.drop(generation)
+
+    def _grow(self, sequence: Sequence, space: KvSpace, end: int) -> tuple[int, ...] | None:
+        """Blocks for the first ``end`` tokens; None when ``sequence`` itself had to wait again."""
+        table = sequence.tables[space.generation]
+        while (grown := table.grow(end)) is None:
+            if self._drop_standby(space):
+                continue
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return None
+        return grown
+
+    def _drop_standby(self, space: KvSpace) -> bool:
+        """Let go of one sequence's KV of another generation in the same pool; False when there is none."""
+        for sequence in reversed(self.running):
+            for generation, table in sequence.tables.items():
+                if generation != space.generation and table.pool is space.pool and table.blocks:
+                    sequence.drop(generation)
+                    return True
+        return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Make a running sequence wait, without KV; what it generated stays known."""
+        self.running.remove(sequence)
+        sequence.drop_all()
+        if sequence.finish is None:
+            self.waiting.appendleft(sequence)
+            self.counters.preemptions += 1
+        else:
+            del self._known[sequence.request]
+
+    def _owed(self, space: KvSpace) -> int:
+        """Blocks that running sequences still take for tokens they have."""
+        return sum(self._need(one, one.tables.get(space.generation), space) for one in self.running)
+
+    @staticmethod
+    def _need(sequence: Sequence, table: KvTable | None, space: KvSpace) -> int:
+        held = 0 if table is None else len(table.blocks)
+        # One token more than known: the first step of decoding must not preempt anybody.
+        return max(0, blocks_for(len(sequence.tokens) + 1, space.pool.block_tokens) - held)
 
     @staticmethod
     def _end(sequence: Sequence, reason: FinishReason) -> Token:
         sequence.finish = reason
         return Token(sequence.request, NO_TOKEN, reason)
+
+
+def _table(sequence: Sequence, space: KvSpace) -> KvTable:
+    """The KV of ``sequence`` in ``space``; a new one begins with the prefix that the space has."""
+    table = sequence.tables.get(space.generation)
+    if table is None:
+        table = sequence.tables[space.generation] = KvTable(space, sequence.tokens)
+    return table
+
+
+def _feed(sequence: Sequence, table: KvTable, end: int, *, emits: bool) -> Feed:
+    tokens = tuple(sequence.tokens[table.cached : end])
+    return Feed(sequence, tokens, table.cached, tuple(table.blocks), emits)
 
 
 def _unfit(sequence: Sequence, limits: Limits) -> FinishReason | None:

@@ -1,36 +1,38 @@
 """Stages a build beside the serving generation: load, capture, verify.
 
-Graphs are captured on an arena of their own and only then bound to the arena in use, so staging cannot
-disturb live KV: capturing runs the step, and the golden prompt needs slot 0. (Capturing on the live
-arena with every row in the scratch slot would be safe as well, but leaves nothing to verify with.)
+Graphs are captured against the KV pool in use when its layout is equal. That disturbs nobody: capturing
+and warming run the step with every row in the scratch block, looking at the zero block, and the golden
+prompt has blocks of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from engine.blocks import SCRATCH_BLOCK
 from engine.bucket import Bucket, all_buckets
-from engine.errors import CaptureError, VerifyError
+from engine.errors import CaptureError, LoadError, VerifyError
 from engine.generation import Generation
 from engine.golden import eager_tokens, greedy
-from engine.graphs.port import Graph, GraphBackend, GraphExec
+from engine.graphs.port import GraphBackend, GraphExec
 from engine.graphs.select import new_backend
-from engine.kv import KvArena
+from engine.graphset import GraphSet
 from engine.loaded import LoadedBuild, load_build
 from engine.model import StepBuffers
-from engine.swap import Event
+from engine.swap import CommitMode, Event, Report
 
+_CPU = torch.device("cpu")
 _MS = 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """Durations in milliseconds, and whether the generation shares the arena in use."""
+    """Durations in milliseconds, and whether the generation carries KV of the serving one."""
 
     carries: bool
     load_ms: float
@@ -50,20 +52,18 @@ class _Clock:
         return elapsed * _MS
 
 
-def _static(io: StepBuffers, kv: torch.Tensor) -> list[torch.Tensor]:
-    return [io.rows, io.chunk, io.logits, kv]
-
-
-def _capture(build: LoadedBuild, backend: GraphBackend, bucket: Bucket, static: Sequence[torch.Tensor]) -> Graph:
-    def step(tensors: Sequence[torch.Tensor]) -> None:
-        rows, chunk, logits, kv = tensors
-        build.model.step(bucket, StepBuffers(rows, chunk, logits), kv)
-
-    return backend.capture(step, static)
+def _synthetic(io: StepBuffers, build: LoadedBuild) -> None:
+    """Inputs for capturing: every row a different token, written to scratch, looking at zeros."""
+    rows = io.rows.shape[1]
+    io.rows[0].copy_(torch.arange(rows) % build.config.vocab_size)
+    io.rows[1].zero_()
+    io.rows[2].fill_(SCRATCH_BLOCK * build.kv_layout.block_tokens)
+    io.tables.zero_()
+    io.last.zero_()
 
 
 def _warm(backend: GraphBackend, bucket: Bucket, graph_exec: GraphExec, logits: torch.Tensor) -> None:
-    """Replay once on the inputs of the capture, which must reproduce its result to the bit."""
+    """Replay once on the inputs of the capture, which must reproduce its result to the backend's tolerance."""
     with backend.stream():
         eager = logits[: bucket.logits_rows].clone()
         logits.zero_()
@@ -73,63 +73,103 @@ def _warm(backend: GraphBackend, bucket: Bucket, graph_exec: GraphExec, logits: 
             raise CaptureError(f"the graph of {bucket} does not reproduce the eager step")
 
 
-def _synthetic(io: StepBuffers, build: LoadedBuild) -> None:
-    """Inputs for capturing: every row a different token, all in the scratch slot."""
-    rows = io.rows.shape[1]
-    io.rows.zero_()
-    io.rows[0].copy_(torch.arange(rows) % build.config.vocab_size)
-    io.rows[2].fill_(build.kv_shape.slots)
-    io.chunk.copy_(torch.tensor((build.kv_shape.slots, 0)))
+def _capture(
+    build: LoadedBuild,
+    backend: GraphBackend,
+    io: StepBuffers,
+    kv: torch.Tensor,
+    report: Report,
+    checkpoint: Callable[[], None],
+) -> tuple[Mapping[Bucket, GraphExec], float, float]:
+    """Capture every bucket and warm it up; also returns milliseconds spent on each."""
+    clock = _Clock()
+    capture_ms = warm_ms = 0.0
+    execs: dict[Bucket, GraphExec] = {}
+    static = [io.rows, io.tables, io.last, io.logits, kv]
+    try:
+        for bucket in all_buckets(build.manifest.runtime):
 
+            def step(tensors: Sequence[torch.Tensor], bucket: Bucket = bucket) -> None:
+                rows, tables, last, logits, blocks = tensors
+                build.model.step(bucket, StepBuffers(rows, tables, last, logits), blocks)
 
-class _Stager:
-    """One staging: its inputs, and the graphs as they come."""
-
-    def __init__(self, build: LoadedBuild, backend: GraphBackend, checkpoint: Callable[[], None]) -> None:
-        self.build = build
-        self.backend = backend
-        self.checkpoint = checkpoint
-        self.arena, self.io = build.new_arena(), build.new_buffers()
-        self.graphs: dict[Bucket, Graph] = {}
-        self.execs: dict[Bucket, GraphExec] = {}
-
-    def capture(self) -> tuple[float, float]:
-        """Capture every bucket and warm it up; returns milliseconds spent on each."""
-        clock = _Clock()
-        capture_ms = warm_ms = 0.0
-        _synthetic(self.io, self.build)
-        static = _static(self.io, self.arena.data)
-        for bucket in all_buckets(self.build.manifest.runtime):
-            self.graphs[bucket] = _capture(self.build, self.backend, bucket, static)
-            self.execs[bucket] = self.graphs[bucket].instantiate(static)
+            _synthetic(io, build)
+            execs[bucket] = backend.capture(step, static).instantiate(static)
             capture_ms += clock.lap_ms()
-            _warm(self.backend, bucket, self.execs[bucket], self.io.logits)
+            _warm(backend, bucket, execs[bucket], io.logits)
             warm_ms += clock.lap_ms()
-            self.checkpoint()
-        return capture_ms, warm_ms
+            report(Event.WARMED, [bucket])
+            checkpoint()
+    except BaseException:
+        for graph_exec in execs.values():
+            graph_exec.close()
+        raise
+    return execs, capture_ms, warm_ms
 
-    def verify(self, number: int) -> Generation:
-        """The finished generation, in an arena of its own, zeroed again.
 
-        Raises:
-            VerifyError: its golden tokens are not the eager model's.
-        """
-        private = Generation(number, self.build, self.arena, self.io, self.execs, self.backend, golden=())
-        golden = greedy(private.run, self.build, checkpoint=self.checkpoint)
-        expected = eager_tokens(self.build, checkpoint=self.checkpoint)
-        if golden != expected:
-            raise VerifyError(f"graphs give golden tokens {list(golden)}, the eager model {list(expected)}")
-        self.arena.data.zero_()
-        return replace(private, golden=golden)
+def _exchangeable(
+    number: int,
+    build: LoadedBuild,
+    active: Generation | None,
+    backend: GraphBackend,
+    report: Report,
+    checkpoint: Callable[[], None],
+) -> tuple[Generation, float, float]:
+    """A generation with graphs of its own.
 
-    def rebind(self, generation: Generation, arena: KvArena) -> Generation:
-        """The same generation bound to ``arena``, without running anything there."""
-        execs: dict[Bucket, GraphExec] = {}
-        for bucket, graph in self.graphs.items():
-            generation.execs[bucket].close()
-            execs[bucket] = graph.instantiate(_static(self.io, arena.data))
-            self.checkpoint()
-        return replace(generation, arena=arena, execs=execs)
+    Raises:
+        CaptureError, VerifyError: see :func:`stage`.
+    """
+    shared = active is not None and active.build.kv_layout == build.kv_layout and active.build.device == build.device
+    pool = active.pool if active is not None and shared else build.new_pool()
+    io = build.new_buffers()
+    execs, capture_ms, warm_ms = _capture(build, backend, io, pool.data, report, checkpoint)
+    report(Event.CAPTURED)
+    graphs = GraphSet(number, execs, io, backend, build.model.weights)
+    generation = Generation(number, build, pool, graphs, golden=())
+    try:
+        golden = _verify(generation, checkpoint)
+    except BaseException:
+        graphs.close_execs()
+        raise
+    return replace(generation, golden=golden), capture_ms, warm_ms
+
+
+def _verify(generation: Generation, checkpoint: Callable[[], None]) -> tuple[int, ...]:
+    """The golden tokens of a captured generation.
+
+    Raises:
+        VerifyError: they are not the eager model's.
+    """
+    build, pool = generation.build, generation.pool
+    golden = greedy(generation.run, build, pool, checkpoint=checkpoint)
+    expected = eager_tokens(build, pool, checkpoint=checkpoint)
+    if golden != expected:
+        raise VerifyError(f"graphs give golden tokens {list(golden)}, the eager model {list(expected)}")
+    return golden
+
+
+def _copied(
+    number: int,
+    build: LoadedBuild,
+    active: Generation,
+    report: Report,
+    checkpoint: Callable[[], None],
+) -> Generation:
+    """A generation that takes turns with ``active`` in its graphs.
+
+    Raises:
+        LoadError: the builds differ in more than weights.
+        VerifyError: golden logits are not finite.
+    """
+    if build.config != active.build.config or build.manifest.runtime != active.build.manifest.runtime:
+        raise LoadError("commit mode copy needs equal model configuration and runtime options")
+    report(Event.WARMED, active.graphs.execs)
+    report(Event.CAPTURED)
+    golden = eager_tokens(build, build.new_pool(), checkpoint=checkpoint)
+    installed = load_build(active.build.folder, device=_CPU, expected_digest=active.digest, checkpoint=checkpoint)
+    active.graphs.join(number, build.model.weights, installed.model.weights, checkpoint)
+    return Generation(number, build, active.pool, active.graphs, golden)
 
 
 def stage(
@@ -139,8 +179,10 @@ def stage(
     *,
     device: torch.device,
     active: Generation | None,
-    report: Callable[[Event], None],
+    report: Report,
     checkpoint: Callable[[], None],
+    commit_mode: CommitMode = "exchange",
+    make_backend: Callable[[torch.device], GraphBackend] = new_backend,
 ) -> tuple[Generation, StageReport]:
     """Load, capture and verify a build; the result is warm and could serve at once.
 
@@ -149,29 +191,41 @@ def stage(
         folder: verified build.
         digest: its digest, compared with the manifest.
         device: where to run.
-        active: the serving generation; its arena is shared when weights and KV signature are equal.
+        active: the serving generation; its KV pool is shared when the layout is equal, its weights when
+            they are.
         report: told of each state passed.
         checkpoint: called often; may sleep to let the serve loop run, or raise to abandon staging.
+        commit_mode: ``copy`` needs an active generation that differs in weights alone.
+        make_backend: makes the generation's graph backend.
 
     Raises:
-        LoadError: see :func:`engine.loaded.load_build`.
+        LoadError: see :func:`engine.loaded.load_build`, or copy mode does not apply.
         CaptureError: a bucket cannot be captured, or its replay differs from the eager run.
         VerifyError: golden tokens differ from the eager model's, or logits are not finite.
     """
-    clock, backend = _Clock(), new_backend(device)
-    with backend.stream():
-        build = load_build(folder, device=device, expected_digest=digest, checkpoint=checkpoint)
+    clock, capture_ms, warm_ms = _Clock(), 0.0, 0.0
+    if commit_mode == "copy":
+        if active is None:
+            raise LoadError("commit mode copy needs a serving generation")
+        build = load_build(folder, device=_CPU, expected_digest=digest, checkpoint=checkpoint)
         load_ms = clock.lap_ms()
         report(Event.LOADED)
-        stager = _Stager(build, backend, checkpoint)
-        capture_ms, warm_ms = stager.capture()
-        report(Event.CAPTURED)
-        generation = stager.verify(number)
-        carries = active is not None and (
-            active.build.weights_digest == build.weights_digest and active.build.kv_signature == build.kv_signature
-        )
-        if active is not None and carries:
-            generation = stager.rebind(generation, active.arena)
-        backend.wait()
-        report(Event.VERIFIED)
+        generation = _copied(number, build, active, report, checkpoint)
+    else:
+        backend = make_backend(device)
+        try:
+            with backend.stream():
+                resident = None if active is None else active.build
+                build = load_build(
+                    folder, device=device, expected_digest=digest, resident=resident, checkpoint=checkpoint
+                )
+                load_ms = clock.lap_ms()
+                report(Event.LOADED)
+                generation, capture_ms, warm_ms = _exchangeable(number, build, active, backend, report, checkpoint)
+                backend.wait()
+        except BaseException:
+            backend.close()
+            raise
+    report(Event.VERIFIED)
+    carries = active is not None and generation.carries(active)
     return generation, StageReport(carries=carries, load_ms=load_ms, capture_ms=capture_ms, warm_ms=warm_ms)

@@ -1,68 +1,30 @@
 """Request bodies of the OpenAI-compatible API, checked and reduced to what the front needs.
 
-Source: OpenAI API reference, "Create completion" and "Create chat completion". Unknown fields are
-ignored, as OpenAI does; a known field of a wrong type or value is a 400 that names it.
+Source: OpenAI API reference, "Create completion" and "Create chat completion". A known field of a wrong type
+or value is a 400 that names it; so is a known option that is not served (:mod:`engine.front.unserved`).
+Fields known to neither are ignored, as OpenAI does.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from engine.wire import Sampling
+from engine.front.options import Body, Options, read_options
+from engine.front.refusal import RequestRefusedError
+from engine.front.unserved import refuse_unserved
 
-# OpenAI allows 4. Together with the length they bound the work per token.
-_STOPS_MAX: Final = 4
-_STOP_CHARS_MAX: Final = 256
-_TEMPERATURE_MAX: Final = 2.0
-_SEED_BOUND: Final = 1 << 63
 # OpenAI's default for /v1/completions; a chat may fill the context.
 _COMPLETION_TOKENS: Final = 16
-_FIELD = re.compile(r"`\$\.(\w+)")
-
-
-class RequestRefusedError(Exception):
-    """A request that is answered with an error and never reaches the engine.
-
-    Attributes:
-        status: HTTP status.
-        kind: OpenAI's ``error.type``.
-        param: the field at fault, or None.
-        code: stable identifier, or None.
-        retry_after_s: seconds after which a retry makes sense, or None.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What both endpoints share. ``tokens_max`` None: as many as the context holds."""
-
-    model: str | None
-    tokens_max: int | None
-    sampling: Sampling
-    stops: tuple[str, ...]
-    stream: bool
-    include_usage: bool
+# OpenAI's limits.
+_COMPLETION_LOGPROBS_MAX: Final = 5
+_CHAT_LOGPROBS_MAX: Final = 20
+# msgspec names the place of an error, and the field that is missing there.
+_PLACE = re.compile(r"`\$\.(\w+)")
+_MISSING = re.compile(r"required field `(\w+)`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +43,10 @@ class ChatCall:
     options: Options
 
 
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-
-
-class _Body(msgspec.Struct, kw_only=True):
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    n: int | None = None
-    user: str | None = None
-
-
-class _CompletionBody(_Body, kw_only=True):
+class _CompletionBody(Body, kw_only=True):
     prompt: str | list[str | int]
+    logprobs: int | None = None
+    best_of: int | None = None
 
 
 class _Part(msgspec.Struct):
@@ -110,11 +57,16 @@ class _Part(msgspec.Struct):
 class _Message(msgspec.Struct):
     role: str
     content: str | list[_Part] | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
 
 
-class _ChatBody(_Body, kw_only=True):
+class _ChatBody(Body, kw_only=True):
     messages: list[_Message]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 def parse_completion(raw: bytes) -> CompletionCall:
@@ -130,8 +82,12 @@ def parse_completion(raw: bytes) -> CompletionCall:
             prompt = prompt[0]
         elif not prompt or not all(isinstance(item, int) for item in prompt):
             raise _bad("prompt must be a string, a list of one string, or a list of token ids", "prompt")
+    if body.logprobs is not None and not 0 <= body.logprobs <= _COMPLETION_LOGPROBS_MAX:
+        raise _bad(f"logprobs must be from 0 to {_COMPLETION_LOGPROBS_MAX}", "logprobs")
+    if body.best_of not in (None, 1 if body.n is None else body.n):
+        raise _bad("best_of must equal n: every choice that is generated is returned", "best_of")
     tokens_max = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    options = _options(body, tokens_max, "max_tokens")
+    options = read_options(body, tokens_max=tokens_max, tokens_field="max_tokens", logprobs=body.logprobs)
     if isinstance(prompt, str):
         return CompletionCall(prompt, options)
     return CompletionCall(tuple(item for item in prompt if isinstance(item, int)), options)
@@ -147,20 +103,26 @@ def parse_chat(raw: bytes) -> ChatCall:
     if not body.messages:
         raise _bad("messages must not be empty", "messages")
     messages = tuple({"role": message.role, "content": _content(message)} for message in body.messages)
-    if body.max_completion_tokens is not None:
-        return ChatCall(messages, _options(body, body.max_completion_tokens, "max_completion_tokens"))
-    return ChatCall(messages, _options(body, body.max_tokens, "max_tokens"))
+    logprobs = _chat_logprobs(body)
+    if body.max_completion_tokens is None:
+        tokens_max, field = body.max_tokens, "max_tokens"
+    else:
+        tokens_max, field = body.max_completion_tokens, "max_completion_tokens"
+    return ChatCall(messages, read_options(body, tokens_max=tokens_max, tokens_field=field, logprobs=logprobs))
 
 
-_BodyType = TypeVar("_BodyType", bound=_Body)
+_BodyType = TypeVar("_BodyType", bound=Body)
 
 
 def _decode(raw: bytes, kind: type[_BodyType]) -> _BodyType:
     try:
-        return msgspec.json.decode(raw, type=kind)
+        value = msgspec.json.decode(raw)
+        if isinstance(value, dict):
+            refuse_unserved(value)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        field = _FIELD.search(str(error)) or re.search(r"required field `(\w+)`", str(error))
-        raise _bad(str(error), field and field.group(1)) from error
+        field = _PLACE.search(str(error)) or _MISSING.search(str(error))
+        raise _bad(str(error), field and field[1]) from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise _bad(f"the body is not valid JSON: {error}", None) from error
 
@@ -169,34 +131,22 @@ def _bad(message: str, param: str | None) -> RequestRefusedError:
     return RequestRefusedError(message, param=param)
 
 
-def _options(body: _Body, tokens_max: int | None, tokens_field: str) -> Options:
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    rules = (
-        (tokens_max is None or tokens_max >= 1, tokens_field, "must be at least 1"),
-        (0.0 <= temperature <= _TEMPERATURE_MAX, "temperature", "must be between 0 and 2"),
-        (0.0 < top_p <= 1.0, "top_p", "must be above 0 and at most 1"),
-        (body.seed is None or -_SEED_BOUND <= body.seed < _SEED_BOUND, "seed", "must fit 64 bits"),
-        (body.n in (None, 1), "n", "must be 1: one answer per request"),
-        (len(stops) <= _STOPS_MAX, "stop", f"must be at most {_STOPS_MAX} strings"),
-        (all(0 < len(stop) <= _STOP_CHARS_MAX for stop in stops), "stop", f"needs 1 to {_STOP_CHARS_MAX} characters"),
-    )
-    for holds, field, rule in rules:
-        if not holds:
-            raise _bad(f"{field} {rule}", field)
-    return Options(
-        model=body.model,
-        tokens_max=tokens_max,
-        sampling=Sampling(temperature=temperature, top_p=top_p, seed=body.seed),
-        stops=stops,
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-    )
+def _chat_logprobs(body: _ChatBody) -> int | None:
+    """Alternatives per token; None when no log probabilities are asked for."""
+    alternatives = body.top_logprobs
+    if alternatives is None:
+        return 0 if body.logprobs else None
+    if not 0 <= alternatives <= _CHAT_LOGPROBS_MAX:
+        raise _bad(f"top_logprobs must be from 0 to {_CHAT_LOGPROBS_MAX}", "top_logprobs")
+    if not body.logprobs:
+        raise _bad("top_logprobs needs logprobs to be true", "top_logprobs")
+    return alternatives
 
 
 def _content(message: _Message) -> str:
     """Text of a message; a list of parts must be text parts only."""
+    if message.tool_calls or message.tool_call_id or message.function_call:
+        raise _bad("tool calls are not served", "messages")
     if not isinstance(message.content, list):
         return message.content or ""
     if any(part.type != "text" or part.text is None for part in message.content):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -13,17 +12,23 @@ from dataclasses import dataclass
 from typing import Final
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from engine.front.answer import Answer
-from engine.front.api import ChatCall, CompletionCall, RequestRefusedError, parse_chat, parse_completion
+from engine.front.answer import ENGINE_RETRY_S, Answer
+from engine.front.api import ChatCall, CompletionCall, parse_chat, parse_completion
+from engine.front.detokenize import make_speller
+from engine.front.exposition import Now, render_page
+from engine.front.fit import check_token_ids, fit_tokens
 from engine.front.generations import Generation, Generations
-from engine.front.link import WAITING_MAX, EngineLink
-from engine.front.metrics import Metrics
-from engine.front.schema import Shape, error_body
+from engine.front.link import EngineLink
+from engine.front.metrics import Metrics, Refusal
+from engine.front.refusal import RequestRefusedError
+from engine.front.request_id import RequestIds
+from engine.front.schema import Shape
 from engine.front.template import ChatTemplateError
 
 # A context of 8192 tokens is about 40 KiB of text; 1 MiB leaves room for long token-id lists and escapes.
@@ -32,9 +37,7 @@ BODY_BYTES_MAX: Final = 1 << 20
 _BODY_S_MAX: Final = 30.0
 # Shorter prompts are tokenised in place: the hop to the worker thread costs more than the work (0.5 ms).
 _INLINE_CHARS: Final = 2048
-_RETRY_AFTER_S: Final = 1
 _log = logging.getLogger(__name__)
-_REQUEST_ID = re.compile(r"[!-~]{1,128}\Z")
 
 
 @dataclass(slots=True)
@@ -82,58 +85,53 @@ class Front:
     async def prometheus(self, _request: Request) -> Response:
         """GET /metrics."""
         active = self.generations.active
-        page = self.metrics.prometheus(
-            running=self.link.running,
-            waiting=self.link.waiting,
-            generations=[(one.number, one.build, one is active) for one in self.generations],
-        )
-        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
+        resident = tuple((one.number, one.build, one is active) for one in self.generations)
+        now = Now(self.link.running, self.link.waiting, self.link.up, resident)
+        return PlainTextResponse(render_page(self.metrics, now), media_type="text/plain; version=0.0.4")
 
     async def _serve(self, request: Request, parse: Callable[[bytes], CompletionCall | ChatCall]) -> ASGIApp:
-        given = request.headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.match(given) else uuid.uuid4().hex
+        arrived_s = asyncio.get_running_loop().time()
         try:
             call = parse(await _read_body(request))
             self._check_ready()
             generation = self.generations.enter()
             assert generation is not None
         except RequestRefusedError as error:
-            return self._refuse(error, request_id)
+            return self._refuse(error)
         try:
-            return await self._begin(call, generation, request_id)
+            return await self._begin(call, generation, arrived_s)
         except RequestRefusedError as error:
             refused = error
         except Exception:  # the build's code: whatever it raises ends this request only
-            _log.exception("request %s failed before it was submitted", request_id)
+            _log.exception("request %s failed before it was submitted", request.state.request_id)
             message = "the request could not be prepared"
             refused = RequestRefusedError(message, status=500, kind="server_error", code="request_path_failed")
         except asyncio.CancelledError:
             self.generations.leave(generation)
             raise
         self.generations.leave(generation)
-        return self._refuse(refused, request_id)
+        return self._refuse(refused)
 
-    async def _begin(self, call: CompletionCall | ChatCall, generation: Generation, request_id: str) -> Answer:
+    async def _begin(self, call: CompletionCall | ChatCall, generation: Generation, arrived_s: float) -> Answer:
         """Turn a call into a request at the engine. The generation has been entered; the answer leaves it.
 
         Raises:
             RequestRefusedError: wrong model, prompt refused or too long, or the state changed meanwhile.
         """
-        options = call.options
+        options, assets = call.options, generation.assets
         if options.model is not None and options.model != generation.model_name:
             message = f"the model {options.model!r} does not exist; this host serves {generation.model_name!r}"
             raise RequestRefusedError(message, status=404, param="model", code="model_not_found")
+        check_token_ids([token for token, _ in options.sampling.logit_bias], assets.vocabulary_size, "logit_bias")
         prompt = await self._prompt(call, generation)
-        tokens_max = _fit(len(prompt), options.tokens_max, generation.assets.context_tokens)
-        self._check_ready()
-        inflight = self.link.submit(generation, tuple(prompt), tokens_max, options.sampling)
+        tokens_max = fit_tokens(len(prompt), options, assets.context_tokens)
+        self._check_ready(options.choices, len(prompt))
         return Answer(
-            inflight=inflight,
+            inflight=self.link.submit(generation, tuple(prompt), tokens_max, options.samplings(), arrived_s),
             generation=generation,
-            shape=_shape(call, generation.model_name),
+            shape=_shape(call, generation),
             options=options,
             prompt_tokens=len(prompt),
-            request_id=request_id,
             metrics=self.metrics,
             leave=lambda: self.generations.leave(generation),
         )
@@ -149,9 +147,7 @@ class Front:
         elif isinstance(call.prompt, str):
             text = call.prompt
         else:
-            size = generation.assets.vocabulary_size
-            if not all(0 <= token < size for token in call.prompt):
-                raise RequestRefusedError(f"prompt token ids must be from 0 to {size - 1}", param="prompt")
+            check_token_ids(call.prompt, generation.assets.vocabulary_size, "prompt")
             return call.prompt
         # A chat template writes the special tokens itself.
         add_special = isinstance(call, CompletionCall)
@@ -160,44 +156,66 @@ class Front:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.worker, lambda: path.encode(text, add_special=add_special))
 
-    def _check_ready(self) -> None:
-        """Refuse while nothing serves or too many wait."""
+    def _check_ready(self, sequences: int = 1, prompt_tokens: int = 1) -> None:
+        """Refuse while nothing serves or too much waits."""
+        queue = self.link.queue
         if not self.healthy:
             message = "no model generation is active, or the engine cannot be reached"
             raise RequestRefusedError(
-                message, status=503, kind="server_error", code="unavailable", retry_after_s=_RETRY_AFTER_S
+                message, status=503, kind="server_error", code="unavailable", retry_after_s=ENGINE_RETRY_S
             )
-        if self.link.waiting >= WAITING_MAX:
-            message = f"{WAITING_MAX} requests are waiting already"
+        if not queue.fits(sequences, prompt_tokens):
+            retry_after_s = queue.retry_after_s(asyncio.get_running_loop().time())
+            message = f"{queue.sequences} choices with {queue.prompt_tokens} prompt tokens are waiting already"
             raise RequestRefusedError(
-                message, status=429, kind="rate_limit_error", code="queue_full", retry_after_s=_RETRY_AFTER_S
+                message, status=429, kind="rate_limit_error", code="queue_full", retry_after_s=retry_after_s
             )
 
-    def _refuse(self, error: RequestRefusedError, request_id: str) -> Response:
-        self.metrics.rejected += 1
-        headers = {"x-request-id": request_id}
-        if error.retry_after_s is not None:
-            headers["retry-after"] = str(error.retry_after_s)
-        return Response(error_body(error), error.status, headers, media_type="application/json")
+    def _refuse(self, error: RequestRefusedError) -> Response:
+        self.metrics.refusals[_REFUSALS.get(error.code, "invalid")] += 1
+        return error.response()
 
 
-def make_app(front: Front) -> Starlette:
-    """The application's routes."""
-    return Starlette(
-        routes=[
-            Route("/v1/completions", front.completions, methods=["POST"]),
-            Route("/v1/chat/completions", front.chat_completions, methods=["POST"]),
-            Route("/v1/models", front.models, methods=["GET"]),
-            Route("/health", front.health, methods=["GET"]),
-            Route("/metrics", front.prometheus, methods=["GET"]),
-        ]
+_REFUSALS: Final[dict[str | None, Refusal]] = {
+    "queue_full": "queue_full",
+    "unavailable": "unavailable",
+    "request_path_failed": "request_path_failed",
+}
+
+
+def make_app(front: Front) -> ASGIApp:
+    """The application: its routes, errors in OpenAI's shape, and a request id on every response."""
+    routes = [
+        Route("/v1/completions", front.completions, methods=["POST"]),
+        Route("/v1/chat/completions", front.chat_completions, methods=["POST"]),
+        Route("/v1/models", front.models, methods=["GET"]),
+        Route("/health", front.health, methods=["GET"]),
+        Route("/metrics", front.prometheus, methods=["GET"]),
+    ]
+    return RequestIds(Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _defect}))
+
+
+async def _no_route(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = RequestRefusedError(error.detail, status=error.status_code).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _defect(_request: Request, _error: Exception) -> Response:
+    return RequestRefusedError("internal error", status=500, kind="server_error", code="internal").response()
+
+
+def _shape(call: CompletionCall | ChatCall, generation: Generation) -> Shape:
+    options = call.options
+    return Shape(
+        kind="completion" if isinstance(call, CompletionCall) else "chat",
+        response_id=f"{'cmpl' if isinstance(call, CompletionCall) else 'chatcmpl'}-{uuid.uuid4().hex}",
+        created_s=int(time.time()),
+        model=generation.model_name,
+        spell=None if options.sampling.logprobs is None else make_speller(generation.assets.tokenizer),
+        usage_chunks=options.include_usage,
     )
-
-
-def _shape(call: CompletionCall | ChatCall, model_name: str) -> Shape:
-    if isinstance(call, CompletionCall):
-        return Shape("completion", f"cmpl-{uuid.uuid4().hex}", int(time.time()), model_name)
-    return Shape("chat", f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), model_name)
 
 
 async def _read_body(request: Request) -> bytes:
@@ -219,21 +237,3 @@ async def _read_body(request: Request) -> bytes:
     except ClientDisconnect:
         raise RequestRefusedError("the client left") from None
     return bytes(body)
-
-
-def _fit(prompt_tokens: int, tokens_max: int | None, context_tokens: int) -> int:
-    """Tokens to generate, so that prompt and answer fit the context.
-
-    Raises:
-        RequestRefusedError: they do not, or the prompt is empty.
-    """
-    if prompt_tokens == 0:
-        raise RequestRefusedError("the prompt is empty", param="prompt")
-    asked = 1 if tokens_max is None else tokens_max
-    if prompt_tokens + asked > context_tokens:
-        message = (
-            f"This model's maximum context length is {context_tokens} tokens. However, you requested "
-            f"{prompt_tokens + asked} tokens ({prompt_tokens} in the prompt, {asked} for the answer)."
-        )
-        raise RequestRefusedError(message, code="context_length_exceeded")
-    return context_tokens - prompt_tokens if tokens_max is None else tokens_max

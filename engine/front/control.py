@@ -102,6 +102,7 @@ def stats(front: Front) -> dict[str, Any]:
     active = front.generations.active
     return {
         **front.metrics.stats(),
+        "engine_up": front.link.up,
         "inflight": front.link.running + front.link.waiting,
         "active_generation": None if active is None else active.number,
         "paths": [

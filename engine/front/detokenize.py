@@ -8,6 +8,8 @@ decoder the text is compared over a short window, as vLLM and text-generation-in
 from __future__ import annotations
 
 import codecs
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF: Final = byte_alphabet()
+_BYTE_PIECE: Final = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 class Detokenizer(Protocol):
@@ -97,12 +100,36 @@ class WindowDetokenizer:
 
 def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     """The right one for ``tokenizer``'s decoder."""
-    from tokenizers import decoders
-
-    if isinstance(tokenizer.decoder, decoders.ByteLevel):
+    if _is_byte_level(tokenizer):
         added = tokenizer.get_added_tokens_decoder()
         return ByteLevelDetokenizer(tokenizer, frozenset(number for number, token in added.items() if token.special))
     return WindowDetokenizer(tokenizer)
+
+
+def make_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """A function that gives the bytes one token stands for; b"" for an id without a token.
+
+    Byte-level vocabularies spell every byte; others mark a space as U+2581 and single bytes as ``<0xNN>``
+    (SentencePiece's ``byte_fallback``).
+    """
+    spell = _token_bytes if _is_byte_level(tokenizer) else _piece_bytes
+
+    def token_bytes(token: int) -> bytes:
+        text = tokenizer.id_to_token(token)
+        return b"" if text is None else spell(text)
+
+    return token_bytes
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    from tokenizers import decoders
+
+    return isinstance(tokenizer.decoder, decoders.ByteLevel)
+
+
+def _piece_bytes(text: str) -> bytes:
+    byte = _BYTE_PIECE.match(text)
+    return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
 
 
 def _token_bytes(text: str) -> bytes:

@@ -52,13 +52,15 @@ class Generation:
 
 
 class Generations:
-    """Resident generations by number; ``on_freed`` runs after one was dropped."""
+    """Resident generations by number; ``on_freed`` runs after one was dropped.
+
+    The active one is what the engine serves, if it is held here; else nothing is served.
+    """
 
     def __init__(self, on_freed: Callable[[], None]) -> None:
         self._held: dict[int, Generation] = {}
         self._active: Generation | None = None
-        # A generation the engine exchanged to and we do not hold: until it is staged we serve nothing.
-        self._missing: int | None = None
+        self._engine: int | None = None
         self._on_freed = on_freed
 
     def __iter__(self) -> Iterator[Generation]:
@@ -66,8 +68,13 @@ class Generations:
 
     @property
     def active(self) -> Generation | None:
-        """What the next response enters; None before the first one, or when engine and front differ."""
+        """What the next response enters; None while the engine serves nothing that is held here."""
         return self._active
+
+    @property
+    def engine_generation(self) -> int | None:
+        """What the engine serves; None when it has not said."""
+        return self._engine
 
     def check_room(self, number: int, build: str) -> bool:
         """Before staging. False: exactly this one is already held, nothing to do.
@@ -86,20 +93,24 @@ class Generations:
         return True
 
     def add(self, generation: Generation) -> None:
-        """Hold a staged generation; the first one, or the one the engine already serves, becomes active."""
+        """Hold a staged generation; the one the engine already serves becomes active."""
         assert generation.number not in self._held
         self._held[generation.number] = generation
-        if self._active is None and self._missing in (None, generation.number):
+        if generation.number == self._engine:
             self._activate(generation)
 
     def exchange(self, number: int) -> bool:
         """The engine serves ``number`` from now on. False: it is not held here, so nothing is served."""
+        self._engine, self._active = number, None
         generation = self._held.get(number)
         if generation is None:
-            self._active, self._missing = None, number
             return False
         self._activate(generation)
         return True
+
+    def engine_lost(self) -> None:
+        """Nothing is served until the next engine has said what it serves, and that is held here."""
+        self._engine = self._active = None
 
     def release(self, number: int) -> int:
         """Free ``number`` as soon as its responses have ended; returns how many are still open.
@@ -131,7 +142,7 @@ class Generations:
     def _activate(self, generation: Generation) -> None:
         # Rolled back to after its release was asked for: it serves, so it stays.
         generation.releasing = False
-        self._active, self._missing = generation, None
+        self._active = generation
 
     def _free_if_idle(self, generation: Generation) -> None:
         if generation.releasing and generation.responses_open == 0:

@@ -1,141 +1,195 @@
-"""The data socket: requests to the engine, tokens and exchanges from it.
+"""The engine as the front sees it: requests to it, tokens and exchanges from it, and its loss.
 
-The socket is ordered and read on the event loop, so an exchange takes effect between the last token of
-the old generation and the first of the new one.
+The data socket is ordered and read on the event loop, so an exchange takes effect between the last token of
+the old generation and the first of the new one. The link outlives engines: when one is lost, everything in
+flight ends with an error, and nothing is submitted until the next one has said what it serves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import msgspec
-
-from engine.framing import Decoder, FramingError, encode_frame
+from engine.front.admission import AdmissionQueue
+from engine.front.choice import ResponseFailedError, TokenEvent
+from engine.front.connection import EngineConnection
 from engine.front.generations import Generation, Generations
-from engine.front.inflight import Inflight, ResponseFailedError, TokenEvent
-from engine.front.metrics import Metrics
-from engine.wire import Cancel, Exchanged, Sampling, Submit, ToFront, Tokens
+from engine.front.inflight import Inflight
+from engine.front.metrics import Failure, Metrics
+from engine.wire import Admitted, Cancel, Exchanged, Load, Sampling, Submit, ToFront, Token, Tokens
 
-# Requests the engine has not begun. More only wait longer than a client's patience; they are told to retry.
-WAITING_MAX: Final = 64
 _log = logging.getLogger(__name__)
 
 
-class EngineLink(asyncio.Protocol):
-    """The front's end of the data socket."""
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """One choice of a response at the engine. ``last_token_s`` is None before its first token."""
 
-    def __init__(self, generations: Generations, metrics: Metrics) -> None:
+    inflight: Inflight
+    index: int
+    prompt_tokens: int
+    submitted_s: float
+    waiting: bool = True
+    last_token_s: float | None = None
+
+
+class EngineLink:
+    """Requests in flight, at whatever engine is attached."""
+
+    def __init__(self, generations: Generations, metrics: Metrics, queue: AdmissionQueue) -> None:
+        self.queue = queue
         self._generations = generations
         self._metrics = metrics
-        self._transport: asyncio.Transport | None = None
-        self._frames = Decoder()
-        self._messages = msgspec.msgpack.Decoder(ToFront)
-        self._inflight: dict[int, Inflight] = {}
+        self._connection: EngineConnection | None = None
+        self._sequences: dict[int, _Sequence] = {}
         self._last_number = 0
-        self._waiting = 0
 
     @property
     def up(self) -> bool:
-        """Whether the engine can be reached."""
-        return self._transport is not None and not self._transport.is_closing()
+        """Whether an engine is attached."""
+        return self._connection is not None
 
     @property
     def waiting(self) -> int:
-        """Requests without a token yet."""
-        return self._waiting
+        """Choices the engine has not begun."""
+        return self.queue.sequences
 
     @property
     def running(self) -> int:
-        """Requests with at least one token."""
-        return len(self._inflight) - self._waiting
+        """Choices it has."""
+        return len(self._sequences) - self.queue.sequences
 
-    def submit(self, generation: Generation, prompt: tuple[int, ...], tokens_max: int, sampling: Sampling) -> Inflight:
-        """Send a request. The link must be up."""
-        assert self._transport is not None
-        self._last_number += 1
-        number = self._last_number
-        inflight = Inflight(number, generation.number, asyncio.get_running_loop().time(), self.cancel)
-        self._inflight[number] = inflight
-        self._waiting += 1
+    def connect(self) -> EngineConnection:
+        """The protocol for a new data socket."""
+        return EngineConnection(self)
+
+    def submit(
+        self,
+        generation: Generation,
+        prompt: tuple[int, ...],
+        tokens_max: int,
+        samplings: Sequence[Sampling],
+        arrived_s: float,
+    ) -> Inflight:
+        """Send a response's sequences, one per sampling. The link must be up."""
+        assert self._connection is not None
+        now_s = asyncio.get_running_loop().time()
+        numbers = tuple(range(self._last_number + 1, self._last_number + 1 + len(samplings)))
+        self._last_number = numbers[-1]
+        inflight = Inflight(numbers, generation.number, arrived_s, self.cancel)
+        for index, (number, sampling) in enumerate(zip(numbers, samplings, strict=True)):
+            self._sequences[number] = _Sequence(inflight, index, len(prompt), now_s)
+            self.queue.enter(len(prompt))
+            self._connection.send(Submit(number, prompt, tokens_max, sampling, generation.assets.stop_tokens))
         self._metrics.prompt_tokens += len(prompt)
-        self._send(Submit(number, prompt, tokens_max, sampling, generation.assets.stop_tokens))
         return inflight
 
     def cancel(self, number: int) -> None:
-        """Withdraw a request that has not ended: its later tokens are ignored."""
-        if self._forget(number) is not None and self.up:
-            self._send(Cancel(number))
+        """Withdraw a sequence that has not ended: its later tokens are ignored."""
+        if self._forget(number) and self._connection is not None:
+            self._connection.send(Cancel(number))
 
-    def fail_all(self, code: str, what: str) -> None:
-        """End every request with an error that its client sees."""
-        for number, inflight in tuple(self._inflight.items()):
-            inflight.push(ResponseFailedError(code, what))
+    def fail_all(self, code: Failure, what: str) -> None:
+        """End every response with an error that its client sees."""
+        for number, sequence in tuple(self._sequences.items()):
+            sequence.inflight.push(ResponseFailedError(code, what))
             self.cancel(number)
 
     def close(self) -> None:
-        """Let go of the socket."""
-        if self._transport is not None:
-            self._transport.close()
+        """Let go of the engine."""
+        if self._connection is not None:
+            self._connection.abort()
 
-    # asyncio.Protocol
+    # Called by connections.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is adopted."""
-        self._transport = cast("asyncio.Transport", transport)
+    def attached(self, connection: EngineConnection) -> None:
+        """See :class:`engine.front.connection.EngineOwner`."""
+        if self._connection is not None:
+            replaced = self._connection
+            self.lost(replaced)
+            replaced.abort()
+        self._connection = connection
+        self._metrics.engine_starts += 1
 
-    def data_received(self, data: bytes) -> None:
-        """Frames from the engine; one that does not parse ends the link."""
-        try:
-            for frame in self._frames.feed(data):
-                self._receive(self._messages.decode(frame))
-        except (FramingError, msgspec.MsgspecError):
-            _log.exception("the engine sent something that is not a message; link closed")
-            assert self._transport is not None
-            self._transport.abort()
-
-    def connection_lost(self, _exc: Exception | None) -> None:
+    def lost(self, connection: EngineConnection) -> None:
         """The engine is gone: nothing in flight can be completed."""
-        self._transport = None
+        if connection is not self._connection:
+            return
+        self._connection = None
+        self._generations.engine_lost()
+        self._metrics.engine.engine_lost()
         self.fail_all("engine_link_lost", "the connection to the engine was lost")
+
+    def received(self, connection: EngineConnection, message: ToFront) -> None:
+        """Act on a message of the engine that is attached."""
+        if connection is not self._connection:
+            return
+        match message:
+            case Tokens():
+                self._take(message)
+            case Admitted(request=number, cached_tokens=cached):
+                self._admit(number, cached)
+            case Load():
+                self._metrics.engine.latest = message
+            case Exchanged(generation=number):
+                self._exchange(number)
 
     # internal
 
-    def _send(self, message: Submit | Cancel) -> None:
-        assert self._transport is not None
-        self._transport.write(encode_frame(message))
+    def _exchange(self, number: int) -> None:
+        # The first message after an attach tells what is served; it is no swap.
+        self._metrics.swaps += self._generations.engine_generation not in (None, number)
+        if not self._generations.exchange(number):
+            _log.error("the engine exchanged to generation %d, not staged here", number)
 
-    def _receive(self, message: ToFront) -> None:
-        if isinstance(message, Exchanged):
-            if not self._generations.exchange(message.generation):
-                _log.error("the engine exchanged to generation %d, not staged here", message.generation)
+    def _admit(self, number: int, cached_tokens: int) -> None:
+        sequence = self._sequences.get(number)
+        if sequence is None or not sequence.waiting:
+            # A sequence that was preempted is admitted again: that is not what came from the cache.
             return
-        self._take(message)
+        self._begin(sequence, asyncio.get_running_loop().time())
+        if sequence.index == 0:
+            # The prompt is counted once; later choices find what the first one computed.
+            sequence.inflight.cached_tokens = cached_tokens
 
     def _take(self, message: Tokens) -> None:
         now_s = asyncio.get_running_loop().time()
         for token in message.tokens:
-            inflight = self._inflight.get(token.request)
-            if inflight is None:
+            sequence = self._sequences.get(token.request)
+            if sequence is None:
                 continue
             if token.token >= 0:
-                self._time(inflight, now_s)
-            inflight.push(TokenEvent(message.generation, token.token, token.finish))
-            if token.finish is not None:
-                self._forget(token.request)
+                self._time(sequence, now_s)
+            self._push(message.generation, sequence, token)
 
-    def _time(self, inflight: Inflight, now_s: float) -> None:
+    def _push(self, generation: int, sequence: _Sequence, token: Token) -> None:
+        if token.finish is not None:
+            self._forget(token.request)
+        sequence.inflight.push(TokenEvent(generation, sequence.index, token.token, token.finish, token.logprobs))
+
+    def _time(self, sequence: _Sequence, now_s: float) -> None:
         self._metrics.tokens_out += 1
-        if inflight.last_token_s is None:
-            self._waiting -= 1
-            self._metrics.ttft.observe(now_s - inflight.submitted_s)
+        if sequence.last_token_s is None:
+            self._begin(sequence, now_s)
+            self._metrics.ttft.observe(now_s - sequence.inflight.arrived_s)
         else:
-            self._metrics.inter_token.observe(now_s - inflight.last_token_s)
-        inflight.last_token_s = now_s
+            self._metrics.inter_token.observe(now_s - sequence.last_token_s)
+        sequence.last_token_s = now_s
 
-    def _forget(self, number: int) -> Inflight | None:
-        inflight = self._inflight.pop(number, None)
-        if inflight is not None and inflight.last_token_s is None:
-            self._waiting -= 1
-        return inflight
+    def _begin(self, sequence: _Sequence, now_s: float) -> None:
+        if sequence.waiting:
+            sequence.waiting = False
+            self.queue.leave(sequence.prompt_tokens)
+            self._metrics.queue_time.observe(now_s - sequence.submitted_s)
+
+    def _forget(self, number: int) -> bool:
+        """False: it ended before."""
+        sequence = self._sequences.pop(number, None)
+        if sequence is None:
+            return False
+        if sequence.waiting:
+            self.queue.leave(sequence.prompt_tokens)
+        self.queue.ended(asyncio.get_running_loop().time())
+        return True

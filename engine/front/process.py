@@ -1,4 +1,4 @@
-"""The front process: one event loop for HTTP, the engine and the agent."""
+"""The front process: one event loop for HTTP, the agent, and whichever engine is attached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any, Final
 
 import uvicorn
 
+from engine.front.admission import AdmissionQueue
 from engine.front.app import Front, make_app
+from engine.front.connection import adopt_connections
 from engine.front.control import ControlServer
 from engine.front.generations import Generations
 from engine.front.link import EngineLink
@@ -29,6 +31,8 @@ _FLUSH_S_MAX: Final = 2
 _CONNECTIONS_MAX: Final = 1024
 # Longer than the usual 60 s of a load balancer, which must be the side that closes.
 _KEEP_ALIVE_S: Final = 75
+# A client that takes nothing for so long is gone: its response ends, and a generation it held can be freed.
+_STALLED_MS_MAX: Final = 60_000
 
 
 class _Server(uvicorn.Server):
@@ -40,11 +44,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run(data_fd: int, control_fd: int, listen_fd: int, *, arm: Callable[[], dict[str, Any]]) -> int:
+def run(attach_fd: int, control_fd: int, listen_fd: int, *, arm: Callable[[], dict[str, Any]]) -> int:
     """Serve until the agent says Stop or goes away; returns the exit status.
 
+    Engines come and go: requests are refused while none is attached, and those in flight at one that is lost
+    end with an error.
+
     Args:
-        data_fd: connected stream socket to the engine.
+        attach_fd: this process's end of :func:`engine.attach.attach_pair`; engines' data sockets arrive there.
         control_fd: connected stream socket to the agent.
         listen_fd: listening socket for HTTP.
         arm: called on Arm, to start write tracking of this process's memory.
@@ -52,13 +59,17 @@ def run(data_fd: int, control_fd: int, listen_fd: int, *, arm: Callable[[], dict
     die_with_parent()
     # One request is tokenised at a time: a thread pool inside the tokenizer would only take cores from the engine.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    data, control, listen = (socket.socket(fileno=fd) for fd in (data_fd, control_fd, listen_fd))
-    asyncio.run(_serve(data, control, listen, arm))
+    attach, control, listen = (socket.socket(fileno=fd) for fd in (attach_fd, control_fd, listen_fd))
+    if listen.family in (socket.AF_INET, socket.AF_INET6):
+        # Accepted sockets inherit it. Unlike a timer here it also ends what waits in the kernel's buffers.
+        listen.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _STALLED_MS_MAX)
+    with attach:
+        asyncio.run(_serve(attach, control, listen, arm))
     return 0
 
 
 async def _serve(
-    data: socket.socket, control: socket.socket, listen: socket.socket, arm: Callable[[], dict[str, Any]]
+    attach: socket.socket, control: socket.socket, listen: socket.socket, arm: Callable[[], dict[str, Any]]
 ) -> None:
     loop = asyncio.get_running_loop()
     metrics = Metrics()
@@ -68,8 +79,7 @@ async def _serve(
         loop.call_soon(reclaim)
 
     generations = Generations(on_freed)
-    link = EngineLink(generations, metrics)
-    await loop.create_connection(lambda: link, sock=data)
+    link = EngineLink(generations, metrics, AdmissionQueue(loop.time()))
     reader, writer = await asyncio.open_connection(sock=control)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="front-worker") as worker:
         front = Front(generations, link, metrics, worker)
@@ -84,12 +94,16 @@ async def _serve(
         loop.add_signal_handler(signal.SIGTERM, stop)
         # A Ctrl-C reaches the whole process group; the agent decides when its processes end.
         loop.add_signal_handler(signal.SIGINT, lambda: None)
-        controller = asyncio.ensure_future(ControlServer(front, arm, stop).serve(reader, writer))
+        tasks = [
+            asyncio.ensure_future(ControlServer(front, arm, stop).serve(reader, writer)),
+            asyncio.ensure_future(adopt_connections(attach, link.connect)),
+        ]
         freeze()
         try:
             await server.serve(sockets=[listen])
         finally:
-            controller.cancel()
+            for task in tasks:
+                task.cancel()
             link.close()
 
 

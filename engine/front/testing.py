@@ -1,4 +1,4 @@
-"""For tests: a build that a front can serve, a front in a child process, and an engine peer to script."""
+"""For tests: a build that a front can serve, a front in a child process, and engine peers to script."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,16 +17,20 @@ from typing import Any, Final, Self
 import httpx
 import msgspec
 
+from engine.attach import attach_pair, send_data_socket
 from engine.build import BuildManifest, RuntimeOptions, seal_build
 from engine.framing import Connection, FramingError
 from engine.wire import (
+    Admitted,
     Cancel,
     Control,
     Exchanged,
     FinishReason,
+    Logprobs,
     Release,
     Reply,
     Stage,
+    Stats,
     Submit,
     ToEngine,
     Token,
@@ -47,6 +52,49 @@ import sys
 from engine.front.process import run
 sys.exit(run(*map(int, sys.argv[1:4]), arm=lambda: {"armed": True}))
 """
+
+
+# A request path without peculiarities.
+REQUEST_PATH: Final = b"""
+class Writer:
+    def event(self, data):
+        return b"data: " + data + b"\\n\\n"
+
+    def close(self):
+        pass
+
+class Path:
+    def __init__(self, services):
+        self.services = services
+
+    def encode(self, text, *, add_special):
+        return self.services.encode(text, add_special)
+
+    def chat_prompt(self, messages):
+        return self.services.render_chat(messages)
+
+    def open_stream(self, response_id):
+        return Writer()
+
+def create(services):
+    return Path(services)
+"""
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The server-sent events of a response, decoded; the last one may be the text ``[DONE]``."""
+    assert response.text.endswith("\n\n")
+    lines = response.text[:-2].split("\n\n")
+    assert all(line.startswith("data: ") for line in lines)
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for a condition that another process brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached"
+        time.sleep(0.01)
 
 
 def tiny_tokenizer_files() -> dict[str, bytes]:
@@ -136,9 +184,15 @@ class EnginePeer:
         if finish is not None:
             self.emit(request, -1, finish)
 
-    def emit(self, request: int, token: int, finish: FinishReason | None = None) -> None:
+    def emit(
+        self, request: int, token: int, finish: FinishReason | None = None, logprobs: Logprobs | None = None
+    ) -> None:
         """Generate one token of one request."""
-        self.connection.send(Tokens(self.generation, (Token(request, token, finish),)))
+        self.connection.send(Tokens(self.generation, (Token(request, token, finish, logprobs),)))
+
+    def admit(self, request: int, cached_tokens: int = 0) -> None:
+        """Begin a request."""
+        self.connection.send(Admitted(request, cached_tokens))
 
     def exchange(self, generation: int) -> None:
         """Serve ``generation`` from the next token on."""
@@ -153,20 +207,47 @@ class EnginePeer:
 
 
 class FrontProcess:
-    """A front in a child process, with an :class:`EnginePeer` and the agent's end of the control socket."""
+    """A front in a child process, with the agent's ends of its sockets and an :class:`EnginePeer`.
 
-    def __init__(self, on_submit: Callable[[EnginePeer, Submit], None] | None = None) -> None:
-        data, data_child = socket.socketpair()
+    Args:
+        on_submit: of the first peer.
+        serves: what it says it serves; None: no engine is attached yet.
+        before: Python statements that the child runs before the front.
+    """
+
+    def __init__(
+        self,
+        on_submit: Callable[[EnginePeer, Submit], None] | None = None,
+        *,
+        serves: int | None = 1,
+        before: str = "",
+    ) -> None:
+        self.attach_socket, attach_child = attach_pair()
         control, control_child = socket.socketpair()
         listen = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.url = f"http://127.0.0.1:{listen.getsockname()[1]}"
-        with data_child, control_child, listen:
-            fds = [child.fileno() for child in (data_child, control_child, listen)]
-            command = [sys.executable, "-P", "-c", _CHILD, *map(str, fds)]
+        with attach_child, control_child, listen:
+            fds = [child.fileno() for child in (attach_child, control_child, listen)]
+            command = [sys.executable, "-P", "-c", f"{before}\n{_CHILD}", *map(str, fds)]
             self.process = subprocess.Popen(command, pass_fds=fds)
-        self.peer = EnginePeer(data, on_submit)
+        self._peers: list[EnginePeer] = []
+        if serves is not None:
+            self.attach(on_submit).exchange(serves)
         self.control = Connection(control)
         self.client = httpx.Client(base_url=self.url, timeout=_WAIT_S, trust_env=False)
+
+    @property
+    def peer(self) -> EnginePeer:
+        """The engine attached last."""
+        return self._peers[-1]
+
+    def attach(self, on_submit: Callable[[EnginePeer, Submit], None] | None = None) -> EnginePeer:
+        """Attach a new engine, in place of any other; it has not yet said what it serves."""
+        here, there = socket.socketpair()
+        with there:
+            send_data_socket(self.attach_socket, there)
+        self._peers.append(EnginePeer(here, on_submit))
+        return self.peer
 
     def call(self, message: Control) -> Reply:
         """Send a control message and wait for the reply."""
@@ -183,6 +264,16 @@ class FrontProcess:
         """Release a generation."""
         return self.call(Release(number))
 
+    def serve(self, folder: Path, source: bytes = REQUEST_PATH) -> Self:
+        """Write a build to ``folder``, stage it as generation 1 and wait until it serves."""
+        assert self.stage(1, folder, front_build(folder, source)).ok
+        until(lambda: self.stats()["active_generation"] == 1)
+        return self
+
+    def stats(self) -> dict[str, Any]:
+        """The front's counters."""
+        return self.call(Stats()).data
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         """POST a JSON body."""
         return self.client.post(path, json=body)
@@ -194,7 +285,9 @@ class FrontProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.client.close()
-        self.peer.close()
+        for peer in self._peers:
+            peer.close()
+        self.attach_socket.close()
         self.control.shutdown()
         self.control.close()
         try:

@@ -1,11 +1,13 @@
 """What a graph backend offers; the engine knows no other way to run a model.
 
 The words are CUDA's: *capture* turns a function into a graph, *instantiate* binds a graph to memory
-and gives a graph exec, *replay* launches it. One backend object serves one generation.
+and gives a graph exec, *update* replaces what an exec runs, *replay* launches it. One backend object
+serves one generation. Any thread may use one; an exec is replayed by one thread at a time.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -17,14 +19,30 @@ import torch
 Captured = Callable[[Sequence[torch.Tensor]], None]
 
 
-class GraphExec(Protocol):
-    """An instantiated graph."""
+class UpdateResult(enum.IntEnum):
+    """What became of :meth:`GraphExec.update`; anything but ``SUCCESS`` left the exec as it was.
 
-    def replay(self) -> None:
-        """Launch; inside the backend's :meth:`GraphBackend.stream`. May return before the work is done."""
+    Codes and names are those of ``cudaGraphExecUpdateResult`` (CUDA Runtime API, section Data types, and
+    ``cudaGraphExecUpdate``). Every backend first compares the recordings, see
+    :func:`engine.graphs.topology.compare`; the CUDA driver may then refuse for reasons of its own.
+    """
 
-    def close(self) -> None:
-        """Drop memory held by this exec. It must be idle and is not replayed again."""
+    SUCCESS = 0
+    ERROR = 1
+    TOPOLOGY_CHANGED = 2
+    NODE_TYPE_CHANGED = 3
+    FUNCTION_CHANGED = 4
+    PARAMETERS_CHANGED = 5
+    NOT_SUPPORTED = 6
+    UNSUPPORTED_FUNCTION_CHANGE = 7
+    ATTRIBUTES_CHANGED = 8
+
+
+class Launch(Protocol):
+    """The work that a backend had been given up to some moment."""
+
+    def done(self) -> bool:
+        """True when all of it is done; does not wait."""
 
 
 class Graph(Protocol):
@@ -38,8 +56,28 @@ class Graph(Protocol):
         """Bind to ``static``, of the captured shapes, strides and dtypes, without running anything.
 
         Raises:
-            CaptureError: a tensor differs in shape, stride, dtype or device.
+            CaptureError: a tensor differs in shape, stride, dtype or device, or the device refuses.
         """
+
+
+class GraphExec(Protocol):
+    """An instantiated graph."""
+
+    def replay(self) -> None:
+        """Launch; inside the backend's :meth:`GraphBackend.stream`. May return before the work is done."""
+
+    def update(self, graph: Graph) -> UpdateResult:
+        """Run ``graph`` from the next replay on, at the addresses this exec is bound to; runs nothing now.
+
+        Launches under way finish as what they were. ``graph`` may belong to another backend object of
+        the same kind; its constants stay alive as long as this exec runs them.
+
+        Returns:
+            ``SUCCESS``, or why the graphs cannot stand in for one another: the exec then runs what it ran.
+        """
+
+    def close(self) -> None:
+        """Drop memory held by this exec. It must be idle and is not replayed again."""
 
 
 class GraphBackend(Protocol):
@@ -47,7 +85,11 @@ class GraphBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """``tape`` or ``cuda``."""
+        """``tape``, ``aoti`` or ``cuda``."""
+
+    @property
+    def tolerance(self) -> float:
+        """How far a replay may be from the eager run, see :func:`reproduces`; 0 means equal to the bit."""
 
     def capture(self, function: Captured, static: Sequence[torch.Tensor]) -> Graph:
         """Run ``function`` once on ``static`` and record it; ``static`` holds the eager result afterwards.
@@ -59,8 +101,26 @@ class GraphBackend(Protocol):
     def stream(self) -> AbstractContextManager[None]:
         """Where inputs are copied and graphs replayed, in order."""
 
+    def launched(self) -> Launch:
+        """Everything launched so far; a generation may be freed when it is done and nothing was launched since."""
+
     def wait(self) -> None:
         """Block this thread until everything launched so far is done; never synchronizes the device."""
 
     def close(self) -> None:
         """Release what outlives the execs (stream, pool). All execs are closed."""
+
+
+def reproduces(eager: torch.Tensor, replayed: torch.Tensor, tolerance: float) -> bool:
+    """True when a replay gave what the eager run gave.
+
+    Args:
+        eager: the reference.
+        replayed: same shape and dtype.
+        tolerance: of the backend: 0 for equal bits, else the largest absolute difference allowed, as a
+            share of the largest magnitude in ``eager``.
+    """
+    if tolerance == 0 or not eager.is_floating_point():
+        return torch.equal(eager.reshape(-1).view(torch.uint8), replayed.reshape(-1).view(torch.uint8))
+    scale = eager.abs().max() if eager.numel() else torch.zeros(())
+    return torch.allclose(replayed, eager, rtol=0, atol=tolerance * float(scale))

@@ -1,4 +1,4 @@
-"""The CPU backend: a tape of aten operations with fixed arguments.
+"""The CPU backend: a tape of aten operations on fixed registers.
 
 Replay runs no model code. Views of static tensors and constants are made once, at instantiation; every
 other intermediate is dropped after its last use. Memory is freed by reference count, so a view keeps
@@ -7,162 +7,244 @@ the storage it looks at: dropping a base early can never hand its memory to some
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from engine.errors import CaptureError
-from engine.graphs.port import Captured
-from engine.graphs.record import Call, Recording, Ref, describe, map_nested, record
+from engine.graphs.port import Captured, Graph, UpdateResult
+from engine.graphs.record import Recording, check_binding, record
+from engine.graphs.topology import Call, Kind, Ref, compare, references, signature
+
+Registers = list[Any]
+# What to call, how to fetch its arguments, the register of its result, and registers not needed any more.
+# A plain tuple: the interpreter unpacks nothing faster.
+_Step = tuple[Callable[..., Any], Callable[[Registers], Sequence[Any]], int, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+def _pack(*items: Any) -> list[Any]:
+    return list(items)
+
+
+def _fetch(registers: Sequence[int]) -> Callable[[Registers], Sequence[Any]]:
+    """Fetches several registers without running Python code."""
+    if len(registers) > 1:
+        return operator.itemgetter(*registers)
+    # For one register, `itemgetter` would give the value and no sequence.
+    return operator.itemgetter(slice(registers[0], registers[0] + 1) if registers else slice(0, 0))
+
+
+def _keyworded(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        positional = len(args) - len(names)
+        return function(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
+
+    return call
+
+
+@dataclass(slots=True)
 class _Instruction:
-    """A call, ready to run: ``args`` with constants in place, and where tensors have to be filled in."""
+    """A step before it is known how long registers live."""
 
-    op: Any
-    args: tuple[Any, ...]
-    plain: tuple[tuple[int, int], ...]
-    nested: tuple[int, ...]
-    kwargs: dict[str, Any]
-    named: tuple[tuple[str, int], ...]
-    outputs: tuple[int | None, ...]
-    dead: tuple[int, ...]
+    function: Callable[..., Any]
+    reads: tuple[int, ...]
+    result: int
 
 
-def _refs(arg: Any) -> list[int]:
-    if isinstance(arg, Ref):
-        return [arg.value]
-    return [value for item in arg for value in _refs(item)] if isinstance(arg, list | tuple) else []
+@dataclass(slots=True)
+class _Assembler:
+    """Turns calls into instructions; numbers passed to an operation get registers as well."""
 
+    size: int
+    immediates: dict[int, Any] = field(default_factory=dict)
+    instructions: list[_Instruction] = field(default_factory=list)
 
-def _reads(call: Call) -> list[int]:
-    return _refs((*call.args, *call.kwargs.values()))
-
-
-def _made(call: Call) -> list[int]:
-    return [output for output in call.outputs if output is not None]
-
-
-def _instruction(call: Call, dead: tuple[int, ...]) -> _Instruction:
-    return _Instruction(
-        op=call.op,
-        args=call.args,
-        plain=tuple((i, arg.value) for i, arg in enumerate(call.args) if isinstance(arg, Ref)),
-        nested=tuple(i for i, arg in enumerate(call.args) if isinstance(arg, list) and _refs(arg)),
-        kwargs={key: arg for key, arg in call.kwargs.items() if not isinstance(arg, Ref)},
-        named=tuple((key, arg.value) for key, arg in call.kwargs.items() if isinstance(arg, Ref)),
-        outputs=call.outputs,
-        dead=dead,
-    )
-
-
-def _run(step: _Instruction, values: list[Any]) -> None:
-    args = list(step.args)
-    for position, value in step.plain:
-        args[position] = values[value]
-    for position in step.nested:
-        args[position] = map_nested(lambda item: values[item.value] if isinstance(item, Ref) else item, args[position])
-    kwargs = step.kwargs
-    if step.named:
-        kwargs = kwargs | {key: values[value] for key, value in step.named}
-    result = step.op(*args, **kwargs)
-    if len(step.outputs) == 1:
-        output = step.outputs[0]
-        if output is not None:
-            values[output] = result
-    else:
-        for output, made in zip(step.outputs, result, strict=True):
+    def call(self, call: Call, function: Callable[..., Any]) -> None:
+        """Add one recorded call."""
+        keywords = dict(call.kwargs)
+        if any(isinstance(arg, Ref) for arg in keywords.values()):
+            function = _keyworded(function, tuple(keywords))
+            args = (*call.args, *keywords.values())
+        else:
+            function = partial(function, **keywords) if keywords else function
+            args = call.args
+        reads = tuple(map(self._operand, args))
+        if len(call.outputs) == 1:
+            output = call.outputs[0]
+            self._emit(function, reads, self._new() if output is None else output)
+            return
+        results = self._emit(function, reads, self._new())
+        for number, output in enumerate(call.outputs):
             if output is not None:
-                values[output] = made
-    for value in step.dead:
-        values[value] = None
+                self._emit(operator.getitem, (results, self._immediate(number)), output)
+
+    def _new(self) -> int:
+        self.size += 1
+        return self.size - 1
+
+    def _immediate(self, value: Any) -> int:
+        register = self._new()
+        self.immediates[register] = value
+        return register
+
+    def _emit(self, function: Callable[..., Any], reads: tuple[int, ...], result: int) -> int:
+        self.instructions.append(_Instruction(function, reads, result))
+        return result
+
+    def _operand(self, arg: Any) -> int:
+        """The register of an argument; a list that holds tensors is put together anew at every replay."""
+        if isinstance(arg, Ref):
+            return arg.value
+        if references(arg):
+            return self._emit(_pack, tuple(map(self._operand, arg)), self._new())
+        return self._immediate(arg)
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A compiled recording: what to run once per binding, and what to run at every replay."""
+    """An assembled recording: what to run once per binding, what to run at every replay, registers at rest."""
 
-    views: tuple[_Instruction, ...]
-    steps: tuple[_Instruction, ...]
+    once: tuple[_Step, ...]
+    every: tuple[_Step, ...]
+    rest: tuple[Any, ...]
 
     @classmethod
     def of(cls, recording: Recording) -> _Program:
-        fixed = {*range(len(recording.static)), *recording.constants}
-        views, calls = [], []
-        for call in recording.calls:
-            if call.op.is_view and fixed.issuperset(_reads(call)):
-                views.append(_instruction(call, ()))
-                fixed.update(_made(call))
+        topology = recording.topology
+        fixed = {*range(len(topology.static)), *recording.constants}
+        assembler, later = _Assembler(topology.values), []
+        for call, function in zip(topology.calls, recording.calls, strict=True):
+            if call.kind is Kind.VIEW and fixed.issuperset(call.reads):
+                assembler.call(call, function)
+                fixed.update(call.makes)
             else:
-                calls.append(call)
-        last_use = {value: number for number, call in enumerate(calls) for value in (*_reads(call), *_made(call))}
-        dead: list[list[int]] = [[] for _ in calls]
-        for value, number in last_use.items():
-            if value not in fixed:
-                dead[number].append(value)
-        steps = (_instruction(call, tuple(gone)) for call, gone in zip(calls, dead, strict=True))
-        return cls(tuple(views), tuple(steps))
+                later.append((call, function))
+        boundary = len(assembler.instructions)
+        for call, function in later:
+            assembler.call(call, function)
+        steps = _steps(assembler.instructions, keep={*fixed, *assembler.immediates})
+        rest: Registers = [None] * assembler.size
+        for register, value in (recording.constants | assembler.immediates).items():
+            rest[register] = value
+        return cls(steps[:boundary], steps[boundary:], tuple(rest))
+
+
+def _steps(instructions: Sequence[_Instruction], keep: set[int]) -> tuple[_Step, ...]:
+    """Adds to each instruction the registers it uses last."""
+    last = {
+        register: number
+        for number, instruction in enumerate(instructions)
+        for register in (*instruction.reads, instruction.result)
+        if register not in keep
+    }
+    dead: list[list[int]] = [[] for _ in instructions]
+    for register, number in last.items():
+        dead[number].append(register)
+    return tuple(
+        (instruction.function, _fetch(instruction.reads), instruction.result, tuple(gone))
+        for instruction, gone in zip(instructions, dead, strict=True)
+    )
+
+
+def _run(steps: Sequence[_Step], registers: Registers) -> None:
+    with torch.inference_mode():
+        for function, fetch, result, dead in steps:
+            registers[result] = function(*fetch(registers))
+            for register in dead:
+                registers[register] = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bound:
+    """A graph on registers of its own: replaced as a whole, so that no replay sees half an update."""
+
+    graph: TapeGraph
+    registers: Registers
+
+    @classmethod
+    def of(cls, graph: TapeGraph, static: Sequence[torch.Tensor]) -> _Bound:
+        registers = list(graph.program.rest)
+        registers[: len(static)] = static
+        _run(graph.program.once, registers)
+        return cls(graph, registers)
 
 
 class TapeExec:
-    """A program bound to static tensors."""
+    """A graph bound to static tensors."""
 
-    def __init__(self, program: _Program, values: list[Any]) -> None:
-        self._steps = program.steps
-        self._values = values
-        with torch.no_grad():
-            for view in program.views:
-                _run(view, values)
+    def __init__(self, graph: TapeGraph, static: Sequence[torch.Tensor]) -> None:
+        self._static = tuple(static)
+        self._bound: _Bound | None = _Bound.of(graph, static)
 
     @property
     def held(self) -> int:
         """Tensors held between replays: static, constant, and views of these."""
-        return sum(value is not None for value in self._values)
+        return 0 if self._bound is None else sum(isinstance(value, torch.Tensor) for value in self._bound.registers)
 
     def replay(self) -> None:
         """Run every operation, in order, in this thread."""
-        with torch.no_grad():
-            for step in self._steps:
-                _run(step, self._values)
+        bound = self._bound
+        assert bound is not None, "replay of a closed exec"
+        try:
+            _run(bound.graph.program.every, bound.registers)
+        except BaseException:
+            # Between replays no intermediate is held, also not after one that failed.
+            if self._bound is bound:
+                self._bound = _Bound.of(bound.graph, self._static)
+            raise
+
+    def update(self, graph: Graph) -> UpdateResult:
+        """See :meth:`engine.graphs.port.GraphExec.update`."""
+        if self._bound is None:
+            return UpdateResult.ERROR
+        if not isinstance(graph, TapeGraph):
+            return UpdateResult.NOT_SUPPORTED
+        result = compare(self._bound.graph.topology, graph.topology)
+        if result is UpdateResult.SUCCESS:
+            self._bound = _Bound.of(graph, self._static)
+        return result
 
     def close(self) -> None:
         """Forget all tensors."""
-        self._steps = ()
-        self._values = []
+        self._bound = None
+        self._static = ()
 
 
 class TapeGraph:
     """A recording and its program; holds constants, but no static tensor."""
 
     def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._program = _Program.of(recording)
+        self.topology = recording.topology
+        self.program = _Program.of(recording)
 
     @property
     def signature(self) -> str:
         """See :class:`engine.graphs.port.Graph`; computed when asked for, it takes as long as a step."""
-        return self._recording.signature()
+        return signature(self.topology)
 
     def instantiate(self, static: Sequence[torch.Tensor]) -> TapeExec:
         """See :meth:`engine.graphs.port.Graph.instantiate`."""
-        for number, (tensor, expected) in enumerate(zip(static, self._recording.static, strict=True)):
-            if describe(tensor) != expected:
-                raise CaptureError(f"static tensor {number} is {describe(tensor)}, captured with {expected}")
-        values: list[Any] = [None] * self._recording.values
-        values[: len(static)] = static
-        for value, constant in self._recording.constants.items():
-            values[value] = constant
-        return TapeExec(self._program, values)
+        check_binding(static, self.topology.static)
+        return TapeExec(self, static)
+
+
+class Done:
+    """A launch that returned when its work was done."""
+
+    def done(self) -> bool:
+        """See :meth:`engine.graphs.port.Launch.done`."""
+        return True
 
 
 class TapeBackend:
     """See :class:`engine.graphs.port.GraphBackend`."""
 
     name = "tape"
+    tolerance = 0.0
 
     def capture(self, function: Captured, static: Sequence[torch.Tensor]) -> TapeGraph:
         """See :meth:`engine.graphs.port.GraphBackend.capture`."""
@@ -171,6 +253,10 @@ class TapeBackend:
     def stream(self) -> AbstractContextManager[None]:
         """The calling thread."""
         return nullcontext()
+
+    def launched(self) -> Done:
+        """See :meth:`engine.graphs.port.GraphBackend.launched`."""
+        return Done()
 
     def wait(self) -> None:
         """Replay returned, so it is done."""

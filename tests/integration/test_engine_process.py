@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,158 +15,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.attach import send_data_socket
 from engine.build import BuildManifest, RuntimeOptions, seal_build
 from engine.framing import Connection
+from engine.process_testing import WAIT_S, EngineProcess, prompt
 from engine.testing import random_weights, tiny_build, tiny_config
-from engine.wire import (
-    Arm,
-    Cancel,
-    Control,
-    Exchanged,
-    Inspect,
-    Release,
-    Reply,
-    Sampling,
-    Stage,
-    Stats,
-    Stop,
-    Submit,
-    Swap,
-    ToFront,
-    Tokens,
-)
+from engine.wire import Arm, Cancel, Exchanged, Inspect, Release, Sampling, Stage, Stats, Stop, Submit, Swap, Tokens
 
-WAIT_S = 60.0
-CHILD = """
-import hashlib, sys
-from engine.process import run
-digest = lambda arrays: {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
-sys.exit(run(int(sys.argv[1]), int(sys.argv[2]), arm=lambda: {"armed": True}, digest_tensors=digest))
-"""
 # The context leaves room for answers that are still running when a second swap comes.
 RUNTIME = RuntimeOptions(batch_sizes=(1, 2, 4), contexts=(32, 256), prefill_chunk_tokens=8)
-PROMPT_TOKENS, ANSWER_TOKENS, LONG_ANSWER_TOKENS = 11, 45, 230
-
-
-class Engine:
-    """An engine process with the front's and the agent's end of its sockets."""
-
-    def __init__(self) -> None:
-        data, data_there = socket.socketpair()
-        control, control_there = socket.socketpair()
-        control.settimeout(WAIT_S)
-        with data_there, control_there:
-            fds = [data_there.fileno(), control_there.fileno()]
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", CHILD, *map(str, fds)],
-                pass_fds=fds,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        self.data, self.control = Connection(data), Connection(control)
-        self.messages: list[Tokens | Exchanged] = []
-        self.changed = threading.Condition()
-        self.requests = itertools.count(1)
-        self.numbers = itertools.count(1)
-        self.active = 0
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        self.reader.start()
-
-    def read(self) -> None:
-        decoder: msgspec.msgpack.Decoder[Tokens | Exchanged] = msgspec.msgpack.Decoder(ToFront)
-        try:
-            while (frame := self.data.recv()) is not None:
-                with self.changed:
-                    self.messages.append(decoder.decode(frame))
-                    self.changed.notify_all()
-        except OSError:
-            return
-
-    def send(self, message: Control) -> None:
-        self.control.send(message)
-
-    def reply(self) -> Reply:
-        frame = self.control.recv()
-        assert frame is not None
-        return msgspec.msgpack.decode(frame, type=Reply)
-
-    def call(self, message: Control) -> Reply:
-        self.send(message)
-        return self.reply()
-
-    def ok(self, message: Control) -> dict[str, Any]:
-        reply = self.call(message)
-        assert reply.ok, reply
-        return reply.data
-
-    def stage(self, folder: Path, digest: str = "") -> tuple[int, Reply]:
-        number = next(self.numbers)
-        manifest = msgspec.json.decode((folder / "build.json").read_bytes(), type=BuildManifest)
-        return number, self.call(Stage(number, str(folder), digest or manifest.digest))
-
-    def serve(self, folder: Path) -> None:
-        """Make ``folder`` the only generation."""
-        number, reply = self.stage(folder)
-        assert reply.ok, reply
-        if self.active:
-            self.ok(Swap(number, "drain"))
-            self.ok(Release(self.active))
-        self.active = number
-
-    def submit(self, prompt: list[int], tokens_max: int = ANSWER_TOKENS, **sampling: Any) -> int:
-        request = next(self.requests)
-        self.data.send(Submit(request, tuple(prompt), tokens_max, Sampling(**sampling)))
-        return request
-
-    def answer(self, request: int) -> list[int]:
-        return [token for _, token, _ in self.events(request) if token >= 0]
-
-    def events(self, request: int) -> list[tuple[int, int, str | None]]:
-        """Generation, token and finish of each token of a request."""
-        return [
-            (message.generation, token.token, token.finish)
-            for message in tuple(self.messages)
-            if isinstance(message, Tokens)
-            for token in message.tokens
-            if token.request == request
-        ]
-
-    def finish(self, request: int) -> str | None:
-        """How a request ended; waits for it."""
-        self.wait(lambda: any(finish for *_, finish in self.events(request)))
-        (finish,) = [finish for *_, finish in self.events(request) if finish]
-        return finish
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, WAIT_S), self.messages[-3:]
-
-    def run(self, prompt: list[int], tokens_max: int = ANSWER_TOKENS, **sampling: Any) -> list[int]:
-        request = self.submit(prompt, tokens_max, **sampling)
-        assert self.finish(request) == "length"
-        return self.answer(request)
-
-    def start(self, count: int, tokens: int = 4, length: int = ANSWER_TOKENS) -> list[int]:
-        """Begin ``count`` requests and wait until the first has some tokens."""
-        requests = [self.submit(prompt(i), length) for i in range(count)]
-        self.wait(lambda: len(self.answer(requests[0])) >= tokens)
-        return requests
-
-    def close(self) -> None:
-        self.control.shutdown()
-        self.data.shutdown()
-        if self.process.poll() is None:
-            try:
-                self.process.wait(WAIT_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self.reader.join(WAIT_S)
-        self.control.close()
-        self.data.close()
-
-
-def prompt(i: int) -> list[int]:
-    return [(i * 31 + j * 7) % 250 + 1 for j in range(PROMPT_TOKENS)]
+LONG_ANSWER_TOKENS = 230
 
 
 @pytest.fixture(scope="module")
@@ -183,14 +37,14 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    engine = Engine()
+def shared() -> Iterator[EngineProcess]:
+    engine = EngineProcess()
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def engine(shared: Engine, builds: dict[str, Path]) -> Engine:
+def engine(shared: EngineProcess, builds: dict[str, Path]) -> EngineProcess:
     """The module's engine, serving ``base`` and nothing else, idle."""
     states = shared.ok(Stats())["generations"]
     for generation in states:
@@ -201,7 +55,7 @@ def engine(shared: Engine, builds: dict[str, Path]) -> Engine:
     return shared
 
 
-def test_same_weights_swap_is_token_identical(engine: Engine, builds: dict[str, Path]) -> None:
+def test_same_weights_swap_is_token_identical(engine: EngineProcess, builds: dict[str, Path]) -> None:
     expected = [engine.run(prompt(i), LONG_ANSWER_TOKENS) for i in range(8)]
     kv_bytes = engine.ok(Stats())["kv_bytes"]
     number, staged = engine.stage(builds["same"])
@@ -215,15 +69,15 @@ def test_same_weights_swap_is_token_identical(engine: Engine, builds: dict[str, 
     stats = engine.ok(Stats())
     assert (stats["active_generation"], stats["host_state"]) == (number, "ACTIVE")
     # The message order is the order of generations.
-    exchange = engine.messages.index(Exchanged(number))
+    exchange = engine.front.messages.index(Exchanged(number))
     assert all(
         (message.generation == number) == (position > exchange)
-        for position, message in enumerate(engine.messages)
+        for position, message in enumerate(engine.front.messages)
         if isinstance(message, Tokens) and position > exchange - 20
     )
 
 
-def test_staging_does_not_disturb_running_sequences(engine: Engine, builds: dict[str, Path]) -> None:
+def test_staging_does_not_disturb_running_sequences(engine: EngineProcess, builds: dict[str, Path]) -> None:
     expected = [engine.run(prompt(i)) for i in range(4)]
     stop = threading.Event()
     answers: list[tuple[int, list[int]]] = []
@@ -247,14 +101,16 @@ def test_staging_does_not_disturb_running_sequences(engine: Engine, builds: dict
 
 
 @pytest.mark.parametrize("rollback", [False, True])
-def test_recomputed_continuation_is_the_new_builds_own(engine: Engine, builds: dict[str, Path], rollback: bool) -> None:
+def test_recomputed_continuation_is_the_new_builds_own(
+    engine: EngineProcess, builds: dict[str, Path], rollback: bool
+) -> None:
     old = engine.active
     number, staged = engine.stage(builds["other"])
     assert staged.data["mode"] == "recompute"
     # The short one leaves a hole that KV is moved into, in both arenas, before the rollback.
     lengths = [LONG_ANSWER_TOKENS, 40, LONG_ANSWER_TOKENS, LONG_ANSWER_TOKENS, 30, 40]
     requests = [engine.submit(prompt(i), length) for i, length in enumerate(lengths)]
-    engine.wait(lambda: len(engine.answer(requests[3])) >= 4)
+    engine.front.wait(lambda: len(engine.answer(requests[3])) >= 4)
     swapped = engine.ok(Swap(number))
     assert swapped["mode"] == "recompute"
     assert swapped["ahead_steps"] > 0
@@ -275,9 +131,9 @@ def test_recomputed_continuation_is_the_new_builds_own(engine: Engine, builds: d
             assert engine.run(prompt(i) + before, lengths[i] - len(before)) == after
 
 
-def _every_exchange_was_seamless(engine: Engine, number: int, running: int) -> None:
+def _every_exchange_was_seamless(engine: EngineProcess, number: int, running: int) -> None:
     """The step after the exchange served every sequence that ran: nobody waited for a prefill."""
-    following = engine.messages[engine.messages.index(Exchanged(number)) + 1]
+    following = engine.front.messages[engine.front.messages.index(Exchanged(number)) + 1]
     assert isinstance(following, Tokens)
     assert len(following.tokens) == running
 
@@ -290,7 +146,7 @@ def _first_of_last(events: list[tuple[int, int, str | None]], last: int) -> int:
     return position
 
 
-def test_seeded_sampling_does_not_depend_on_the_batch(engine: Engine) -> None:
+def test_seeded_sampling_does_not_depend_on_the_batch(engine: EngineProcess) -> None:
     options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 42}
     alone = engine.run(prompt(0), **options)
     crowd = [engine.submit(prompt(i)) for i in range(1, 4)]
@@ -299,7 +155,7 @@ def test_seeded_sampling_does_not_depend_on_the_batch(engine: Engine) -> None:
     assert engine.run(prompt(0), temperature=0.8) != engine.run(prompt(0), temperature=0.8)
 
 
-def test_requests_that_cannot_run_end_at_once(engine: Engine) -> None:
+def test_requests_that_cannot_run_end_at_once(engine: EngineProcess) -> None:
     assert engine.finish(engine.submit([])) == "error"
     assert engine.finish(engine.submit([256])) == "error"
     assert engine.finish(engine.submit([1] * 256)) == "length"
@@ -307,28 +163,27 @@ def test_requests_that_cannot_run_end_at_once(engine: Engine) -> None:
     assert len(engine.run([1] * 252, tokens_max=50)) == 4
 
 
-def test_stop_tokens_end_without_being_emitted(engine: Engine) -> None:
+def test_stop_tokens_end_without_being_emitted(engine: EngineProcess) -> None:
     answer = engine.run(prompt(3))
     stop = answer[5]
-    request = next(engine.requests)
-    engine.data.send(Submit(request, tuple(prompt(3)), ANSWER_TOKENS, Sampling(), (stop,)))
+    request = engine.submit(prompt(3), stop=(stop,))
     assert engine.finish(request) == "stop"
     assert engine.answer(request) == answer[: answer.index(stop)]
 
 
-def test_cancel_ends_running_and_waiting_requests_alike(engine: Engine) -> None:
+def test_cancel_ends_running_and_waiting_requests_alike(engine: EngineProcess) -> None:
     expected = engine.run(prompt(1))
     requests = engine.start(6, tokens=2)
     for request in (requests[0], requests[5]):
-        engine.data.send(Cancel(request))
+        engine.front.connection.send(Cancel(request))
         assert engine.finish(request) == "cancelled"
     assert engine.finish(requests[1]) == "length"
     assert engine.answer(requests[1]) == expected
-    engine.data.send(Cancel(10**6))
+    engine.front.connection.send(Cancel(10**6))
     assert engine.run(prompt(1)) == expected
 
 
-def test_drain_waits_for_the_running_and_holds_the_new(engine: Engine, builds: dict[str, Path]) -> None:
+def test_drain_waits_for_the_running_and_holds_the_new(engine: EngineProcess, builds: dict[str, Path]) -> None:
     old, (number, _) = engine.active, engine.stage(builds["same"])
     requests = engine.start(4, length=LONG_ANSWER_TOKENS)
     engine.send(Swap(number, "drain"))
@@ -339,7 +194,7 @@ def test_drain_waits_for_the_running_and_holds_the_new(engine: Engine, builds: d
     assert {generation for generation, *_ in engine.events(late)} == {number}
 
 
-def test_a_smaller_build_waits_until_the_running_sequences_fit(engine: Engine, tmp_path: Path) -> None:
+def test_a_smaller_build_waits_until_the_running_sequences_fit(engine: EngineProcess, tmp_path: Path) -> None:
     small = RuntimeOptions(batch_sizes=(1, 2), contexts=(64,), prefill_chunk_tokens=8)
     tiny_build(tmp_path / "small", seed=2, version="1.0.0", runtime=small)
     old, (number, _) = engine.active, engine.stage(tmp_path / "small")
@@ -352,7 +207,7 @@ def test_a_smaller_build_waits_until_the_running_sequences_fit(engine: Engine, t
     assert {generation for generation, *_ in engine.events(short[-1])} == {number}
 
 
-def test_a_missed_boundary_leaves_the_generation_ready(engine: Engine, builds: dict[str, Path]) -> None:
+def test_a_missed_boundary_leaves_the_generation_ready(engine: EngineProcess, builds: dict[str, Path]) -> None:
     old, (number, _) = engine.active, engine.stage(builds["other"])
     requests = engine.start(4, length=LONG_ANSWER_TOKENS)
     assert engine.call(Swap(number, "drain", deadline_s=0.0)).code == "boundary_missed"
@@ -362,7 +217,7 @@ def test_a_missed_boundary_leaves_the_generation_ready(engine: Engine, builds: d
     assert engine.ok(Swap(number))["mode"] == "recompute"
 
 
-def test_a_second_swap_is_refused_while_one_is_pending(engine: Engine, builds: dict[str, Path]) -> None:
+def test_a_second_swap_is_refused_while_one_is_pending(engine: EngineProcess, builds: dict[str, Path]) -> None:
     number, _ = engine.stage(builds["same"])
     engine.start(4, length=LONG_ANSWER_TOKENS)
     for _ in range(2):
@@ -371,7 +226,7 @@ def test_a_second_swap_is_refused_while_one_is_pending(engine: Engine, builds: d
     assert engine.reply().code == "swap_pending"
 
 
-def test_refusals_leave_serving_untouched(engine: Engine, builds: dict[str, Path], tmp_path: Path) -> None:
+def test_refusals_leave_serving_untouched(engine: EngineProcess, builds: dict[str, Path], tmp_path: Path) -> None:
     expected = engine.run(prompt(0))
     requests = engine.start(1)
     damaged = tiny_build(tmp_path / "damaged", seed=3, version="1.0.0", runtime=RUNTIME)
@@ -391,7 +246,7 @@ def test_refusals_leave_serving_untouched(engine: Engine, builds: dict[str, Path
     assert engine.answer(requests[0]) == expected
 
 
-def test_release_unmaps_the_build(engine: Engine, builds: dict[str, Path]) -> None:
+def test_release_unmaps_the_build(engine: EngineProcess, builds: dict[str, Path]) -> None:
     maps = Path(f"/proc/{engine.process.pid}/maps")
     weights = str(builds["other"] / "model.safetensors")
     number, _ = engine.stage(builds["other"])
@@ -399,10 +254,10 @@ def test_release_unmaps_the_build(engine: Engine, builds: dict[str, Path]) -> No
     kv_bytes = engine.ok(Stats())["kv_bytes"]
     engine.ok(Release(number))
     assert weights not in maps.read_text()
-    assert engine.ok(Stats())["kv_bytes"] * 2 == kv_bytes
+    assert engine.ok(Stats())["kv_bytes"] == kv_bytes, "one KV pool serves every generation of its layout"
 
 
-def test_inspect_digests_every_tensor_and_arm_answers(engine: Engine) -> None:
+def test_inspect_digests_every_tensor_and_arm_answers(engine: EngineProcess) -> None:
     tensors = engine.ok(Inspect(engine.active))["tensors"]
     assert tensors["lm_head.weight"] == {"alias_of": "model.embed_tokens.weight"}
     assert tensors["model.norm.weight"]["shape"] == [64]
@@ -412,7 +267,7 @@ def test_inspect_digests_every_tensor_and_arm_answers(engine: Engine) -> None:
     assert engine.ok(Arm()) == {"armed": True}
 
 
-def test_non_finite_logits_end_one_request_and_harm_no_other(engine: Engine, tmp_path: Path) -> None:
+def test_non_finite_logits_end_one_request_and_harm_no_other(engine: EngineProcess, tmp_path: Path) -> None:
     config = tiny_config(tied=False)
     weights = random_weights(config, seed=4)
     poison = 255  # never met by the golden prompt or the answers below
@@ -436,7 +291,7 @@ def test_non_finite_logits_end_one_request_and_harm_no_other(engine: Engine, tmp
     assert engine.ok(Stats())["nonfinite_rows"] == 1
 
 
-def test_stats_are_complete(engine: Engine) -> None:
+def test_stats_are_complete(engine: EngineProcess) -> None:
     engine.run(prompt(0))
     stats = engine.ok(Stats())
     assert stats["step_ms_max"] >= stats["step_ms_p99"] >= stats["step_ms_p50"] > 0
@@ -451,36 +306,94 @@ def _cuda() -> bool:
 
 
 @pytest.fixture
-def own(builds: dict[str, Path]) -> Iterator[Engine]:
+def own(builds: dict[str, Path]) -> Iterator[EngineProcess]:
     """An engine for a test that ends it."""
-    engine = Engine()
+    engine = EngineProcess()
     engine.serve(builds["base"])
     yield engine
     engine.close()
 
 
-def test_end_of_the_control_socket_ends_the_process(own: Engine) -> None:
+def test_end_of_the_control_socket_ends_the_process(own: EngineProcess) -> None:
     own.start(4)
     own.control.shutdown()
     assert own.process.wait(WAIT_S) == 0
 
 
-def test_stop_is_answered_in_order_even_while_staging(own: Engine, builds: dict[str, Path]) -> None:
+def test_stop_is_answered_in_order_even_while_staging(own: EngineProcess, builds: dict[str, Path]) -> None:
     manifest = msgspec.json.decode((builds["other"] / "build.json").read_bytes(), type=BuildManifest)
     own.send(Stage(9, str(builds["other"]), manifest.digest))
     own.send(Stop())
-    assert own.reply().code in ("", "stopping")
+    assert own.reply().code in ("", "abandoned")
     assert own.reply().ok
     assert own.process.wait(WAIT_S) == 0
 
 
-def test_a_lost_front_cancels_its_requests_and_keeps_the_engine(own: Engine) -> None:
-    own.start(4)
-    own.data.shutdown()
-    own.reader.join(WAIT_S)
+def wait_until_idle(engine: EngineProcess) -> dict[str, Any]:
     give_up_s = time.monotonic() + WAIT_S
-    while (stats := own.ok(Stats()))["running"]:
+    while (stats := engine.stats())["running"] or stats["waiting"]:
         assert time.monotonic() < give_up_s
-    assert (stats["running"], stats["waiting"], stats["requests_cancelled"] > 0) == (0, 0, True)
+    return stats
+
+
+def test_a_lost_front_cancels_its_requests_and_keeps_the_engine(own: EngineProcess) -> None:
+    own.start(4)
+    own.front.close()
+    assert wait_until_idle(own)["requests_cancelled"] > 0
     own.process.send_signal(signal.SIGUSR1)  # what the kernel sends when a parent thread ends: harmless
-    assert own.ok(Stats())["active_generation"] == own.active
+    assert own.stats()["active_generation"] == own.active
+
+
+def test_a_new_front_replaces_the_old_one_and_is_told_what_serves(own: EngineProcess, builds: dict[str, Path]) -> None:
+    expected = own.run(prompt(0))
+    number, _ = own.stage(builds["same"])
+    for _ in range(3):
+        old = own.front
+        own.start(6, length=LONG_ANSWER_TOKENS)
+        own.attach()
+        requests = [own.submit(prompt(0)) for _ in range(4)]
+        assert [own.finish(request) for request in requests] == ["length"] * 4
+        assert all(own.answer(request) == expected for request in requests)
+        assert own.front.messages[0] == Exchanged(own.active)
+        old.wait(lambda: old.lost)  # noqa: B023 - called within the iteration
+        old.close()
+    # The swap that comes after goes to the newest front alone.
+    own.ok(Swap(number))
+    assert own.exchanges == [own.active, number]
+    assert wait_until_idle(own)["requests_failed"] == 0
+
+
+def test_a_front_that_does_not_read_is_let_go_when_the_next_one_comes(own: EngineProcess) -> None:
+    """The serve loop waits for the stuck front's buffer; the new front frees it."""
+    expected = own.run(prompt(0))
+    stuck, there = socket.socketpair()
+    stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    with stuck, there:
+        send_data_socket(own.attach_socket, there)
+        connection = Connection(stuck)
+        for request in range(10**6, 10**6 + 64):
+            connection.send(Submit(request, tuple(prompt(request)), LONG_ANSWER_TOKENS, Sampling()))
+        # It is stuck when its counters stand still although requests run.
+        give_up_s, before = time.monotonic() + WAIT_S, -1
+        while (stats := own.stats())["steps"] != before or not stats["running"]:
+            assert time.monotonic() < give_up_s
+            before = stats["steps"]
+            time.sleep(0.3)
+        own.attach()
+        assert own.run(prompt(0)) == expected
+    assert wait_until_idle(own)["requests_cancelled"] >= 1
+
+
+def test_fronts_leave_no_descriptor_and_no_thread_behind(own: EngineProcess) -> None:
+    def held() -> tuple[int, int]:
+        process = Path(f"/proc/{own.process.pid}")
+        return len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
+
+    own.run(prompt(0))
+    before = held()
+    for _ in range(10):
+        own.front.close()
+        own.attach()
+        own.run(prompt(0))
+    assert held() == before

@@ -8,10 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.schedule import CATCH_UP_LAG, Limits, Schedule, Sequence, StepPlan
+from engine.blocks import BlockPool
+from engine.schedule import Limits, Schedule, Sequence, StepPlan
+from engine.table import KvSpace
 from engine.wire import Sampling
 
-OLD, NEW = 1, 2
+BLOCK_TOKENS = 4
+# Room for two and a half full sequences: preemption and eviction happen.
+BLOCKS = range(2, 17)
 LIMITS = Limits(slots=4, context=24, vocab_size=50)
 CHUNK = 4
 STOP = 7
@@ -22,21 +26,26 @@ def next_token(tokens: list[int]) -> int:
 
 
 class Serving(RuleBasedStateMachine):
-    """A shadow copy of the KV per arena and slot checks that every feed continues what the slot holds."""
+    """A shadow of the KV cells: (generation, all tokens up to here) must stand at every position a step reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.schedule = Schedule()
-        self.kv: dict[int, list[list[int]]] = {arena: [[] for _ in range(LIMITS.slots)] for arena in (OLD, NEW)}
+        self.pool = BlockPool(BLOCKS, BLOCK_TOKENS)
+        self.cells: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.prompts: dict[int, list[int]] = {}
         self.emitted: dict[int, list[int]] = {}
         self.ends: Counter[int] = Counter()
         self.reasons: dict[int, str | None] = {}
-        self.serving = OLD
+        self.serving = 1
+        self.last = 1
+        # Generations with equal weights make the same KV.
+        self.weights = {1: 1}
         self.count = 0
 
     @rule(
-        prompt=st.lists(st.integers(-1, LIMITS.vocab_size), max_size=26),
+        # Mostly two tokens, so that prefixes are shared.
+        prompt=st.lists(st.integers(0, 1), max_size=23) | st.lists(st.integers(-1, LIMITS.vocab_size), max_size=26),
         tokens_max=st.integers(0, 30),
         stop=st.booleans(),
     )
@@ -58,75 +67,100 @@ class Serving(RuleBasedStateMachine):
         assert self.schedule.cancel(request) is None
         self.end(request, token.finish)
 
-    @rule(steps=st.integers(1, 6), ahead=st.booleans())
-    def serve(self, steps: int, ahead: bool) -> None:
+    @rule(steps=st.integers(1, 6))
+    def serve(self, steps: int) -> None:
         for _ in range(steps):
-            self.turn(ahead=ahead)
+            self.turn()
 
-    @rule()
-    def exchange(self) -> None:
-        """Rebuild beside serving until one token behind, catch up with one decode, serve from the other arena."""
-        for _ in range(100):
-            if self.schedule.lag_max(self.other) <= CATCH_UP_LAG:
+    @rule(keep=st.booleans())
+    def recompute(self, keep: bool) -> None:
+        """Rebuild beside serving until level, then serve from there; the old one stays for a rollback, or not."""
+        target = self.begin(new_weights=True)
+        for _ in range(60):
+            self.turn(ahead=target)
+            if self.schedule.behind(target, self.serving) == 0:
                 break
-            self.turn(ahead=True)
         else:
-            raise AssertionError("rebuilding never catches up")
-        if (plan := self.schedule.plan_ahead(self.other, chunk_tokens_max=CHUNK)) is not None:
-            assert plan.chunk is None
-            self.compute(self.other, plan)
-        assert self.schedule.lag_max(self.other) == 1
-        self.serving = self.other
+            # Blocks ran out for the rebuilding: the swap misses its deadline, serving went on.
+            self.schedule.drop(target)
+            self.pool.forget(target)
+            return
+        self.exchange(target, keep=keep)
 
-    @property
-    def other(self) -> int:
-        return NEW if self.serving == OLD else OLD
+    @rule(keep=st.booleans())
+    def carry(self, keep: bool) -> None:
+        target = self.begin(new_weights=False)
+        self.schedule.carry(self.serving, target)
+        self.exchange(target, keep=keep)
 
-    def turn(self, *, ahead: bool) -> None:
-        self.sweep()
-        for token in self.schedule.admit(LIMITS):
+    def begin(self, *, new_weights: bool) -> int:
+        # Numbers of ended generations are used again, weights never.
+        target = self.serving % 2 + 1
+        self.last += 1
+        self.weights[target] = self.last if new_weights else self.weights[self.serving]
+        return target
+
+    def exchange(self, target: int, *, keep: bool) -> None:
+        old, self.serving = self.serving, target
+        if keep:
+            self.turn(ahead=old)  # as if a rollback were prepared
+        self.schedule.drop(old)
+        self.pool.forget(old)
+
+    def turn(self, ahead: int | None = None) -> None:
+        self.schedule.sweep()
+        space = KvSpace(self.serving, self.pool)
+        admitted, ended = self.schedule.admit(LIMITS, space)
+        for token in ended:
             self.end(token.request, token.finish)
-        beside = self.schedule.plan_ahead(self.other, chunk_tokens_max=CHUNK) if ahead else None
-        plan = self.schedule.plan(self.serving, chunk_tokens_max=CHUNK)
-        if beside is not None:
-            assert not any(feed.emits for feed in beside.feeds)
-            self.compute(self.other, beside)
+        for sequence in admitted:
+            self.check_cells(
+                self.serving, sequence.tokens, sequence.tables[self.serving].blocks, sequence.prefix_tokens
+            )
+        plan = self.schedule.plan(space, chunk_tokens_max=CHUNK)
         if plan is not None:
+            if ahead is not None:
+                beside = self.schedule.plan_ahead(plan, KvSpace(ahead, self.pool), chunk_tokens_max=CHUNK)
+                if beside is not None:
+                    assert not any(feed.emits for feed in beside.feeds)
+                    self.compute(ahead, beside)
             self.compute(self.serving, plan)
             for feed in plan.feeds:
                 if feed.emits:
-                    self.emit(feed.slot)
-        self.sweep()
+                    self.emit(feed.sequence)
+        self.schedule.sweep()
 
-    def compute(self, arena: int, plan: StepPlan) -> None:
-        slots = [feed.slot for feed in plan.feeds]
-        assert len(set(slots)) == len(slots)
-        assert [feed.slot for feed in plan.decode] == sorted(feed.slot for feed in plan.decode)
+    def compute(self, generation: int, plan: StepPlan) -> None:
+        sequences = [feed.sequence for feed in plan.feeds]
+        assert len(set(sequences)) == len(sequences)
         assert plan.context <= LIMITS.context
+        for block in plan.fresh:
+            for offset in range(BLOCK_TOKENS):
+                self.cells.pop((block, offset), None)
         for feed in plan.feeds:
             assert 1 <= len(feed.tokens) <= (CHUNK if feed is plan.chunk else 1)
-            held = self.kv[arena][feed.slot]
-            del held[feed.position :]
-            assert len(held) == feed.position
-            held.extend(feed.tokens)
-        self.schedule.consume(arena, plan)
+            tokens = feed.sequence.tokens
+            assert tuple(tokens[feed.position : feed.end]) == feed.tokens
+            for position in range(feed.position, feed.end):
+                cell = feed.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+                self.cells[cell] = self.weights[generation], tuple(tokens[: position + 1])
+            self.check_cells(generation, tokens, feed.blocks, feed.end)
+        self.schedule.consume(generation, plan)
 
-    def emit(self, slot: int) -> None:
-        request = self.schedule.running[slot].request
+    def check_cells(self, generation: int, tokens: list[int], blocks: tuple[int, ...] | list[int], count: int) -> None:
+        for position in range(count):
+            cell = blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+            assert self.cells[cell] == (self.weights[generation], tuple(tokens[: position + 1]))
+
+    def emit(self, sequence: Sequence) -> None:
+        request = sequence.request
         known = self.prompts[request] + self.emitted[request]
-        # The KV that the step saw is exactly the sequence: its next token is the right one.
-        assert self.kv[self.serving][slot][: len(known)] == known
-        token = self.schedule.emit(slot, next_token(known), LIMITS)
+        assert sequence.tokens == known
+        token = self.schedule.emit(sequence, next_token(known), LIMITS)
         if token.token >= 0:
             self.emitted[request].append(token.token)
         if token.finish is not None:
             self.end(request, token.finish)
-
-    def sweep(self) -> None:
-        for move in self.schedule.sweep():
-            for arena, slots in self.kv.items():
-                slots[move.target] = list(slots[move.source][: move.cached.get(arena, 0)])
-                slots[move.source] = [-1] * LIMITS.context
 
     def end(self, request: int, reason: str | None) -> None:
         self.ends[request] += 1
@@ -134,18 +168,26 @@ class Serving(RuleBasedStateMachine):
 
     @invariant()
     def every_request_ends_once_or_is_held_once(self) -> None:
-        held = [sequence.request for sequence in (*self.schedule.waiting, *self.schedule.running)]
+        held = [sequence.request for sequence in self.schedule]
         assert len(set(held)) == len(held)
         assert all(count == 1 for count in self.ends.values())
         assert self.prompts.keys() - self.ends.keys() <= set(held)
         assert len(self.schedule.running) <= LIMITS.slots
 
+    @invariant()
+    def blocks_are_held_by_running_sequences_alone(self) -> None:
+        held = {block for one in self.schedule.running for table in one.tables.values() for block in table.blocks}
+        assert self.pool.held == len(held)
+        assert not any(one.tables for one in self.schedule.waiting)
+
     def teardown(self) -> None:
-        for _ in range(60 * (self.count + 1)):
+        for _ in range(100 * (self.count + 1)):
             if self.count == len(self.ends):
                 break
-            self.turn(ahead=False)
+            self.turn()
         assert self.ends.keys() == self.prompts.keys()
+        self.schedule.sweep()
+        assert self.pool.held == 0
         for request, reason in self.reasons.items():
             self.check_end(request, reason)
 
@@ -162,4 +204,4 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestServing.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)

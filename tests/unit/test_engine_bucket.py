@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.bucket import Bucket, all_buckets, choose_bucket
 from engine.build import RuntimeOptions
-from engine.kv import KvShape, kv_signature
+from engine.kv import KvLayout, kv_signature
 from engine.llama import parse_config
 from engine.metrics import WINDOW_STEPS, Window
 from engine.testing import tiny_config
@@ -39,18 +39,27 @@ def test_the_chosen_bucket_is_captured_and_the_smallest_that_holds(rows: int, pr
 
 
 def test_kv_signature_tells_whatever_changes_kv() -> None:
-    config, shape = parse_config(tiny_config()), KvShape(4, 64)
-    base = kv_signature(config, shape, "float32")
+    config = parse_config(tiny_config())
+    layout = KvLayout.of(config, RUNTIME)
+    base = kv_signature(config, layout)
     others = [
-        kv_signature(replace(config, rope_theta=1e6), shape, "float32"),
-        kv_signature(replace(config, kv_heads=1), shape, "float32"),
-        kv_signature(replace(config, rms_norm_eps=1e-6), shape, "float32"),
-        kv_signature(config, KvShape(4, 128), "float32"),
-        kv_signature(config, KvShape(8, 64), "float32"),
-        kv_signature(config, shape, "bfloat16"),
+        kv_signature(replace(config, rope_theta=1e6), layout),
+        kv_signature(replace(config, kv_heads=1), layout),
+        kv_signature(replace(config, rms_norm_eps=1e-6), layout),
+        kv_signature(config, replace(layout, blocks=7)),
+        kv_signature(config, replace(layout, block_tokens=8)),
+        kv_signature(config, replace(layout, dtype="bfloat16")),
     ]
-    assert kv_signature(parse_config(tiny_config()), KvShape(4, 64), "float32") == base
+    assert kv_signature(parse_config(tiny_config()), KvLayout.of(config, RUNTIME)) == base
     assert len({base, *others}) == 1 + len(others)
+
+
+def test_the_automatic_pool_holds_full_sequences_and_half_as_many_again() -> None:
+    config = parse_config(tiny_config())
+    layout = KvLayout.of(config, RUNTIME)
+    assert layout.capacity_tokens == 1.5 * RUNTIME.batch_sizes[-1] * RUNTIME.contexts[-1]
+    asked = KvLayout.of(config, RuntimeOptions(kv_blocks=5, kv_block_tokens=32))
+    assert (asked.blocks, asked.capacity_tokens) == (5, 160)
 
 
 def test_a_window_forgets_what_is_old() -> None:

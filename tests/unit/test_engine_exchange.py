@@ -21,7 +21,7 @@ from engine.exchange import AHEAD_STEPS_MAX, Action, Boundary, Mode, Policy, dec
     ],
 )
 def test_policy_resolves(policy: Policy, shared: bool, mode: Mode) -> None:
-    assert resolve(policy, shared_arena=shared, same_vocabulary=True) == mode
+    assert resolve(policy, carries=shared, same_vocabulary=True) == mode
 
 
 @pytest.mark.parametrize(
@@ -30,30 +30,35 @@ def test_policy_resolves(policy: Policy, shared: bool, mode: Mode) -> None:
 )
 def test_policy_that_would_mix_models_is_refused(policy: Policy, same_vocabulary: bool, code: str) -> None:
     with pytest.raises(SwapRefusedError) as refused:
-        resolve(policy, shared_arena=False, same_vocabulary=same_vocabulary)
+        resolve(policy, carries=False, same_vocabulary=same_vocabulary)
     assert refused.value.code == code
 
 
 @pytest.mark.parametrize(
-    ("mode", "running", "behind", "fits", "late", "action"),
+    ("mode", "running", "behind", "fits", "late", "hard_stop", "action"),
     [
-        ("carry", 4, 0, True, False, Action.EXCHANGE),
-        ("carry", 0, 0, True, False, Action.EXCHANGE),
-        ("recompute", 4, 2, True, False, Action.AHEAD),
-        ("recompute", 4, 2, False, False, Action.WAIT),
-        ("recompute", 4, 1, True, False, Action.CATCH_UP),
-        ("recompute", 4, 1, False, False, Action.WAIT),
-        ("recompute", 4, 0, True, False, Action.EXCHANGE),
-        ("recompute", 4, 0, False, False, Action.WAIT),
-        ("drain", 1, 0, True, False, Action.WAIT),
-        ("drain", 0, 0, False, False, Action.EXCHANGE),
-        ("carry", 4, 0, True, True, Action.MISS),
-        ("recompute", 4, 9, True, True, Action.MISS),
-        ("drain", 0, 0, True, True, Action.MISS),
+        ("carry", 4, 0, True, False, False, Action.EXCHANGE),
+        ("carry", 0, 0, True, False, False, Action.EXCHANGE),
+        # A carried generation has cached nothing of its own.
+        ("carry", 4, 9, True, False, False, Action.EXCHANGE),
+        ("recompute", 4, 2, True, False, False, Action.WAIT),
+        ("recompute", 4, 2, False, False, False, Action.WAIT),
+        ("recompute", 4, 0, True, False, False, Action.EXCHANGE),
+        ("recompute", 4, 0, False, False, False, Action.WAIT),
+        ("drain", 1, 0, True, False, False, Action.WAIT),
+        ("drain", 0, 0, False, False, False, Action.EXCHANGE),
+        ("drain", 1, 0, True, False, True, Action.HARD_STOP),
+        ("drain", 1, 0, True, True, True, Action.HARD_STOP),
+        ("drain", 0, 0, True, False, True, Action.EXCHANGE),
+        ("carry", 4, 0, True, False, True, Action.EXCHANGE),
+        ("carry", 4, 0, True, True, False, Action.MISS),
+        ("recompute", 4, 9, True, True, False, Action.MISS),
+        ("drain", 0, 0, True, True, False, Action.MISS),
     ],
 )
-def test_decide(mode: Mode, running: int, behind: int, fits: bool, late: bool, action: Action) -> None:
-    assert decide(mode, Boundary(running=running, behind=behind, fits=fits, late=late)) is action
+def test_decide(mode: Mode, running: int, behind: int, fits: bool, late: bool, hard_stop: bool, action: Action) -> None:
+    boundary = Boundary(running=running, behind=behind, fits=fits, late=late, hard_stop=hard_stop)
+    assert decide(mode, boundary) is action
 
 
 def test_admission_is_held_only_while_it_must_be() -> None:

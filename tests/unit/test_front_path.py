@@ -166,6 +166,7 @@ def test_a_released_generation_is_really_freed_with_its_last_response(tmp_path: 
     freed: list[None] = []
     generations = Generations(lambda: freed.append(None))
     generations.add(generation(tmp_path, 1, FAULTY))
+    generations.exchange(1)
     old = generations.enter()
     assert old is not None
     name = module_name(old.build)
@@ -193,6 +194,8 @@ def test_generations_follow_the_engine(tmp_path: Path) -> None:
     assert generations.enter() is None
     first, second, third = (generation(tmp_path, number) for number in (1, 2, 3))
     generations.add(first)
+    assert generations.enter() is None
+    assert generations.exchange(1)
     assert generations.active is first
     generations.add(second)
     assert generations.active is first
@@ -220,6 +223,7 @@ def test_an_exchange_to_a_generation_not_held_serves_nothing_until_it_is_staged(
     generations = Generations(lambda: None)
     first, second, third = (generation(tmp_path, number) for number in (1, 2, 3))
     generations.add(first)
+    generations.exchange(1)
     assert not generations.exchange(3)
     assert generations.enter() is None
     generations.add(second)
@@ -229,10 +233,28 @@ def test_an_exchange_to_a_generation_not_held_serves_nothing_until_it_is_staged(
     assert generations.active is third
 
 
+def test_a_lost_engine_takes_what_serves_with_it_until_the_next_one_speaks(tmp_path: Path) -> None:
+    generations = Generations(lambda: None)
+    first, second = (generation(tmp_path, number) for number in (1, 2))
+    generations.add(first)
+    generations.add(second)
+    generations.exchange(2)
+    entered = generations.enter()
+    generations.engine_lost()
+    assert (generations.active, generations.enter(), generations.engine_generation) == (None, None, None)
+    assert [one.number for one in generations] == [1, 2]
+    assert entered is second
+    generations.leave(second)
+    assert generations.exchange(1)
+    assert generations.enter() is first
+    assert generations.release(2) == 0
+
+
 def test_a_rollback_keeps_a_generation_that_was_about_to_go(tmp_path: Path) -> None:
     generations = Generations(lambda: None)
     first, second = (generation(tmp_path, number) for number in (1, 2))
     generations.add(first)
+    generations.exchange(1)
     generations.enter()
     generations.add(second)
     generations.exchange(2)

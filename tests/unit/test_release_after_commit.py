@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from patchctl.agent.deploy import release_after_commit
+from patchctl.agent.ending import release_after_commit
 from patchctl.errors import PatchctlError
 
 
