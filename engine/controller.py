@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class _AbandonedError(EngineError):
-    """Staging stopped because the generation was released, or the process ends."""
+    """Staging stopped because the generation was released."""
 
     code = "abandoned"
 
@@ -105,6 +105,7 @@ class Controller:
         self._reaper = Reaper()
         self._digests: dict[int, str] = {}
         self._generations: dict[int, Generation] = {}
+        self._last_breach = ""
         self._stopping = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="control-worker", initializer=_be_nice)
         self._read_memory = memory_reader(device) if read_memory is None else read_memory
@@ -178,11 +179,12 @@ class Controller:
         try:
             with collector.paused():
                 return self._load(message)
-        except Exception:
+        except Exception as error:
             with self._lock:
-                if self._machine.states[number] is State.RETIRING:
+                if self._machine.states[number] is State.RETIRING and number not in self._generations:
                     self._machine.apply(number, Event.FREED)
-                elif number not in self._generations:
+                    raise _AbandonedError(f"generation {number} was released while it was being staged") from error
+                if number not in self._generations:
                     self._machine.fail(number)
             raise
 
@@ -195,11 +197,11 @@ class Controller:
         plan = self._governor.allow(manifest, active, message.commit_mode)
         with self._lock:
             self._machine.choose_mode(number, plan.commit_mode)
-        buckets = all_buckets(manifest.runtime)
+        captured = all_buckets(manifest.runtime)
 
-        def report(event: Event, reported: Iterable[object] = ()) -> None:
+        def report(event: Event, buckets: Iterable[Hashable] = ()) -> None:
             with self._lock:
-                self._machine.apply(number, event, buckets if event is Event.LOADED else reported)
+                self._machine.apply(number, event, captured if event is Event.LOADED else buckets)
 
         generation, figures = stage(
             number,
@@ -233,9 +235,9 @@ class Controller:
 
     def _checkpoint(self, number: int) -> None:
         if self._stopping:
-            raise _AbandonedError("the engine is stopping")
+            raise CancelledError
         if self._machine.states.get(number) not in STAGING:
-            raise _AbandonedError(f"generation {number} was released while it was being staged")
+            raise _AbandonedError
         time.sleep(_YIELD_S)
 
     # Swap, and the ways back.
@@ -256,7 +258,7 @@ class Controller:
         return reply
 
     def _back(self, number: int) -> Reply:
-        return Reply(data={"mode": "fallback", "breach": "; ".join(self._machine.breached.values()), "active": number})
+        return Reply(data={"mode": "fallback", "breach": self._last_breach, "active": number})
 
     def _request(self, number: int, policy: Policy, deadline_s: float, hard_stop_s: float | None) -> PendingSwap:
         self._machine.request(number)
@@ -289,6 +291,7 @@ class Controller:
         if target is None:
             self._watch.probation.end(committed=False)
         else:
+            self._last_breach = ""
             self._watch.probation.begin()
 
     def _missed(self) -> None:
@@ -303,10 +306,12 @@ class Controller:
             target = self._machine.breach(breach.what)
             if target is None or self._machine.pending is not None:
                 return
-            _log.error("generation %s goes back: %s", self._machine.active, breach.what)
+            self._last_breach = f"{breach.rule}: {breach.what}"
+            _log.error("generation %s goes back: %s", self._machine.active, self._last_breach)
             try:
                 self._request(target, "auto", _BREACH_DEADLINE_S, None)
             except SwapRefusedError:
+                # Another vocabulary: nothing but draining can go back.
                 self._request(target, "drain", _BREACH_DEADLINE_S, _BREACH_HARD_STOP_S)
 
     def _fallback(self, number: int, why: str) -> WayBack | None:
@@ -316,6 +321,7 @@ class Controller:
             if target is None:
                 return None
             self._machine.fall_back()
+            self._last_breach = why
             generation, before = self._generations[number], self._generations[target]
         _log.error("generation %d was replaced by %d at once: %s", number, target, why)
         self._reaper.protect(None)
@@ -341,7 +347,8 @@ class Controller:
         epoch, launch = self._reaper.launched(number), generation.graphs.backend.launched()
         self._reaper.retire(number)
         while not launch.done():
-            self._check_not_stopping()
+            if self._stopping:
+                raise CancelledError
             time.sleep(_YIELD_S)
         self._reaper.completed(epoch)
         self._reaper.freed(number)
@@ -351,10 +358,6 @@ class Controller:
         with self._lock:
             self._machine.apply(number, Event.FREED)
         return Reply()
-
-    def _check_not_stopping(self) -> None:
-        if self._stopping:
-            raise _AbandonedError("the engine is stopping")
 
     # Inspect, reclaim, stats.
 
@@ -374,7 +377,7 @@ class Controller:
 
         def answer(freed: Future[int]) -> None:
             if freed.cancelled():
-                reply.set_result(refusal(_AbandonedError("the engine is stopping")))
+                reply.set_result(refusal(CancelledError()))
             else:
                 reply.set_result(Reply(data={"freed_bytes": freed.result(), **self._watch.reclaim.as_dict()}))
 
@@ -386,7 +389,7 @@ class Controller:
         return -(-size_bytes // active.pool.block_bytes) if isinstance(active, Generation) else 0
 
     def _stats(self) -> dict[str, Any]:
-        memory, breach = self._read_memory(), self._watch.probation.breach()
+        memory = self._read_memory()
         return {
             **engine_stats(self._loop, self._machine, self._generations, self._digests),
             **self._watch.reclaim.as_dict(),
@@ -395,5 +398,5 @@ class Controller:
             "memory_total_bytes": memory.total_bytes,
             "memory_limit_bytes": memory.limit_bytes,
             "probation": self._watch.probation.running,
-            "probation_breach": "" if breach is None else f"{breach.rule}: {breach.what}",
+            "probation_breach": self._last_breach,
         }

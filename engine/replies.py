@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 from engine.errors import EngineError
 from engine.wire import Reply
@@ -22,5 +22,7 @@ def refusal(error: Exception) -> Reply:
     """The reply for an error: a refusal's own code and words, or ``internal``, logged, for a defect."""
     if isinstance(error, EngineError):
         return Reply(error.code, str(error))
+    if isinstance(error, CancelledError):
+        return Reply("stopping", "the engine is stopping")
     _log.error("control message failed", exc_info=error)
     return Reply("internal", f"{type(error).__name__}: {error}")

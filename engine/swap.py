@@ -265,7 +265,8 @@ class SwapMachine:
         staged abandons that.
 
         Raises:
-            SwapRefusedError: ``generation_in_use`` when it serves or is pending, ``not_ready`` otherwise.
+            SwapRefusedError: ``generation_in_use`` when it serves or is pending, ``breached`` when that
+                would commit a generation that failed its probation, ``not_ready`` otherwise.
         """
         state = self.states.get(number)
         if number in (self.active, self.pending):
@@ -277,6 +278,8 @@ class SwapMachine:
             raise SwapRefusedError("not_ready", f"generation {number} is {self.states.get(number, 'unknown')}")
         if self.pending is not None:
             raise SwapRefusedError("swap_pending", f"the swap to generation {self.pending} is still pending")
+        if number == self.committed and self.active in self.breached:
+            raise SwapRefusedError("breached", f"generation {self.active} failed its probation, {number} must stay")
         self._move(number, Event.RELEASED)
         if number == self.committed:
             self.committed = self.active

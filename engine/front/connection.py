@@ -24,8 +24,8 @@ class EngineOwner(Protocol):
     def attached(self, connection: EngineConnection) -> None:
         """A new engine; whatever was attached before is gone."""
 
-    def received(self, connection: EngineConnection, message: ToFront) -> None:
-        """The engine's next message."""
+    def received(self, message: ToFront) -> None:
+        """The attached engine's next message."""
 
     def lost(self, connection: EngineConnection) -> None:
         """This engine is gone; called once, maybe after the next one was attached."""
@@ -61,7 +61,7 @@ class EngineConnection(asyncio.Protocol):
         """Frames from the engine; one that does not parse ends the connection."""
         try:
             for frame in self._frames.feed(data):
-                self._owner.received(self, _MESSAGES.decode(frame))
+                self._owner.received(_MESSAGES.decode(frame))
         except (FramingError, msgspec.MsgspecError):
             _log.exception("the engine sent something that is not a message; connection closed")
             self.abort()

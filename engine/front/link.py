@@ -122,10 +122,8 @@ class EngineLink:
         self._metrics.engine.engine_lost()
         self.fail_all("engine_link_lost", "the connection to the engine was lost")
 
-    def received(self, connection: EngineConnection, message: ToFront) -> None:
-        """Act on a message of the engine that is attached."""
-        if connection is not self._connection:
-            return
+    def received(self, message: ToFront) -> None:
+        """Act on a message of the engine that is attached: one that was replaced is not read any more."""
         match message:
             case Tokens():
                 self._take(message)
@@ -139,10 +137,13 @@ class EngineLink:
     # internal
 
     def _exchange(self, number: int) -> None:
-        # The first message after an attach tells what is served; it is no swap.
-        self._metrics.swaps += self._generations.engine_generation not in (None, number)
-        if not self._generations.exchange(number):
-            _log.error("the engine exchanged to generation %d, not staged here", number)
+        before = self._generations.engine_generation
+        held = self._generations.exchange(number)
+        # The first message after an attach tells what is served: no swap, and its other half may yet be staged.
+        if before not in (None, number):
+            self._metrics.swaps += 1
+            if not held:
+                _log.error("the engine exchanged to generation %d, not staged here", number)
 
     def _admit(self, number: int, cached_tokens: int) -> None:
         sequence = self._sequences.get(number)

@@ -5,8 +5,9 @@ the topology's signature: every build with the same topology, whatever its weigh
 inputs of the package, so mapped files stay mapped. A compiler fuses and reorders arithmetic: results are
 close to the eager ones, not equal.
 
-The package runs with the interpreter lock held (``boxed_run`` does not release it): staging beside serving
-gets less of the interpreter than with the tape.
+Two things to know before choosing it. The package runs with the interpreter lock held (``boxed_run`` does not
+release it), so staging beside serving gets less of the interpreter than with the tape. And a KV layer that a
+step writes to is copied and written back as a whole, so generations cannot share a KV pool.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ class AotiBackend:
     name = "aoti"
     # Of float32 sums over some thousand elements in another order; 100 times the spacing of float32.
     tolerance = 1e-5
+    # The compiler turns a write through a view into a copy of the viewed part, and copies that back.
+    in_place = False
 
     def __init__(self, store: PackageStore | None = None) -> None:
         self._store = store or PackageStore()

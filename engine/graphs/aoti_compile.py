@@ -19,8 +19,8 @@ from engine.graphs.aoti_spec import GraphSpec, decode, operator
 from engine.graphs.topology import TensorSpec
 from engine.lifetime import die_with_parent
 
-# The lowest priority: a serving engine on the same cores comes first.
-_NICE = 19
+# As the stager (patchctl/agent/stager.py): at 19 a saturated host would hardly let it finish.
+_NICE = 10
 
 
 def _example(spec: TensorSpec) -> torch.Tensor:

@@ -170,6 +170,7 @@ class CudaBackend:
 
     name = "cuda"
     tolerance = 0.0
+    in_place = True
 
     def __init__(self, driver: Driver | None = None) -> None:
         self.driver = driver or Driver()

@@ -91,6 +91,14 @@ class GraphBackend(Protocol):
     def tolerance(self) -> float:
         """How far a replay may be from the eager run, see :func:`reproduces`; 0 means equal to the bit."""
 
+    @property
+    def in_place(self) -> bool:
+        """True when a replay writes what the function writes and nothing else.
+
+        Otherwise it may write neighbouring elements of a static tensor back as it found them, and nobody else
+        may write to the static tensors while it runs: two generations then cannot share one.
+        """
+
     def capture(self, function: Captured, static: Sequence[torch.Tensor]) -> Graph:
         """Run ``function`` once on ``static`` and record it; ``static`` holds the eager result afterwards.
 

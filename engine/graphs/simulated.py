@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.graphs.cuda import Driver
@@ -113,13 +112,13 @@ class SimulatedGraph:
         stream.capturing = True
         self._driver.captures_open += 1
         self._capture = _Capture()
-        self._capture.__enter__()
+        self._capture.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
         """Ends the capture; raises what the driver is told to raise."""
         assert self._capture is not None, "no capture is open"
         capture, self._capture = self._capture, None
-        capture.__exit__(None, None, None)
+        capture.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         _current.stream.capturing = False
         self._driver.captures_open -= 1
         if self._driver.capture_error is not None:

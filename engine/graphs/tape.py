@@ -245,6 +245,7 @@ class TapeBackend:
 
     name = "tape"
     tolerance = 0.0
+    in_place = True
 
     def capture(self, function: Captured, static: Sequence[torch.Tensor]) -> TapeGraph:
         """See :meth:`engine.graphs.port.GraphBackend.capture`."""

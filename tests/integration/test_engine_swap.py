@@ -148,6 +148,9 @@ def test_same_weights_swap_is_token_identical_with_all_sequences_in_flight(build
     if policy != "drain":
         assert data["running"] == SEQUENCES
         assert all(set(by) == {1} for by in serving.by.values())
+        # Both were level: the step after the exchange has a token for everybody.
+        serving.turns(1)
+        assert all(by[-2:] == [1, 2] for by in serving.by.values())
     serving.finish_all()
     assert serving.answers == expected
     assert set(serving.finish.values()) == {"length"}

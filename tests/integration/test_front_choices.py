@@ -39,7 +39,7 @@ def test_choices_are_sequences_of_their_own(front: FrontProcess, pool: ThreadPoo
     assert [submit.sampling.seed for submit in submits] == [5, 6, 7]
     assert len({submit.request for submit in submits}) == 3
     assert {(submit.prompt, submit.tokens_max) for submit in submits} == {(submits[0].prompt, 9)}
-    for submit, cached in zip(reversed(submits), (3, 2, 1), strict=True):
+    for submit, cached in zip(submits, (1, 2, 3), strict=True):
         front.peer.admit(submit.request, cached)
     # They end in another order than they began.
     front.peer.say(submits[2].request, b"ccc", "stop")
@@ -126,7 +126,7 @@ def test_a_stop_string_ends_only_its_choice(front: FrontProcess, pool: ThreadPoo
 
 # "é" in two tokens, an end token that has no text, and a token of one character.
 SCRIPT = [
-    (byte_token(0xC3), Logprobs(-0.5, ((byte_token(0xC3), -0.5), (byte_token(ord("x")), -1.0)))),
+    (byte_token(0xC3), Logprobs(-0.5, ((byte_token(0xA9), -0.375), (byte_token(ord("x")), -1.0)))),
     (byte_token(0xA9), Logprobs(-0.25, ((byte_token(0xA9), -0.25), (byte_token(0xC3), -2.0)))),
     (0, Logprobs(-3.0, ((byte_token(ord("a")), -0.125), (byte_token(ord("b")), -0.5)))),
     (byte_token(ord("z")), Logprobs(-1e9, ())),
@@ -144,7 +144,7 @@ CHAT_CONTENT = [
         "logprob": -0.5,
         "bytes": [0xC3],
         "top_logprobs": [
-            {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]},
+            {"token": "\ufffd", "logprob": -0.375, "bytes": [0xA9]},
             {"token": "x", "logprob": -1.0, "bytes": [ord("x")]},
         ],
     },
@@ -172,7 +172,7 @@ COMPLETION = {
     "tokens": ["\ufffd", "\ufffd", "<|endoftext|>", "z"],
     "token_logprobs": [-0.5, -0.25, -3.0, -9999.0],
     "top_logprobs": [
-        {"\ufffd": -0.5, "x": -1.0},
+        {"\ufffd": -0.375, "x": -1.0},
         {"\ufffd": -0.25},
         {"a": -0.125, "b": -0.5, "<|endoftext|>": -3.0},
         {"z": -9999.0},

@@ -162,6 +162,7 @@ def test_more_waiting_than_the_limit_are_told_when_to_retry(tmp_path: Path, pool
         for submit in submits:
             front.peer.emit(submit.request, -1, "stop")
         assert {call.result().status_code for call in calls} == {200}
+        assert "patchctl_num_requests_waiting 0\n" in front.client.get("/metrics").text
 
 
 def test_prompt_tokens_that_wait_are_limited_too(tmp_path: Path, pool: ThreadPoolExecutor) -> None:

@@ -146,6 +146,7 @@ def test_an_exchange_in_mid_response(build: Callable[..., Any], pool: ThreadPool
         assert front.client.get("/health").json()["generation"] == 1
         front.peer.exchange(2)
         until(lambda: front.client.get("/health").json()["generation"] == 2)
+        assert "patchctl_swaps_total 1\n" in front.client.get("/metrics").text
         second: Future[httpx.Response] = pool.submit(front.post, "/v1/completions", prompt="x")
         late = front.peer.next_submit()
         front.peer.say(late.request, b"z", "stop")

@@ -167,10 +167,11 @@ def test_no_alternatives_and_no_log_probabilities() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1e-30), Sampling(1.0), Sampling(logprobs=1, top_k=1)])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_has_no_token(sampling: Sampling, value: float) -> None:
-    logits = rows(2)
-    logits[0, 17] = value
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 17, 4999])
+def test_a_row_that_is_not_finite_has_no_token(sampling: Sampling, value: float, place: int) -> None:
+    logits = rows(2, 5000)
+    logits[0, place] = value
     first, second = sample(logits, [Choice(sampling, 1, 0)] * 2)
     assert (first.token, first.logprobs) == (None, None)
     assert second.token is not None
