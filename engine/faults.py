@@ -75,6 +75,11 @@ class FaultyBackend:
         return self._real.tolerance
 
     @property
+    def in_place(self) -> bool:
+        """The real one's."""
+        return self._real.in_place
+
+    @property
     def due(self) -> bool:
         """True once enough graphs were captured."""
         return self._captured > self._healthy_graphs

@@ -1,4 +1,4 @@
-"""The engine's figures as a flat JSON object, for ``Stats``."""
+"""The engine's figures as flat JSON objects, for the replies to ``Stats`` and ``Stage``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.generation import Generation
+from engine.governor import StagePlan
 from engine.loop import ServeLoop
+from engine.stage import StageReport
 from engine.swap import SwapMachine
 
 
@@ -40,4 +42,19 @@ def engine_stats(
             }
             for number, state in machine.states.items()
         ],
+    }
+
+
+def stage_figures(generation: Generation, report: StageReport, plan: StagePlan) -> dict[str, Any]:
+    """What a generation is, how long staging took, and why there was memory for it."""
+    return {
+        "weights_digest": generation.build.weights_digest,
+        "kv_signature": generation.build.kv_signature,
+        "mode": "carry" if report.carries else "recompute",
+        "commit_mode": plan.commit_mode,
+        "load_ms": report.load_ms,
+        "capture_ms": report.capture_ms,
+        "warm_ms": report.warm_ms,
+        "golden": list(generation.golden),
+        "memory": plan.arithmetic,
     }
