@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from engine.errors import CaptureError
-from engine.graphs.port import Captured, Graph, GraphBackend, GraphExec, Launch, UpdateResult
+from engine.graphs.port import Captured, Graph, GraphBackend, GraphExec, Launch
+from engine.graphs.result import UpdateResult
 
 # Which of the static tensors holds the logits: rows, tables, last, logits, KV (see engine.stage).
 _LOGITS = 3

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.generation import Generation
 from engine.governor import StagePlan
+from engine.graphs.taint import PROCESS
 from engine.loop import ServeLoop
 from engine.stage import StageReport
 from engine.swap import SwapMachine
@@ -31,6 +32,8 @@ def engine_stats(
         "kv_blocks_idle": sum(pool.blocks.idle for pool in pools.values()),
         "weight_bytes": sum(weights.values()),
         "backend": next((generation.graphs.backend.name for generation in resident.values()), ""),
+        # Set: GPU memory was lost to a failed capture; hand over to a new process soon.
+        "backend_taint": PROCESS.reason or "",
         "generations": [
             {
                 "generation": number,

@@ -14,7 +14,8 @@ from engine.build import RuntimeOptions
 from engine.errors import LoadError, SwapRefusedError
 from engine.exchange import Policy
 from engine.generation import Generation
-from engine.graphs.port import Graph, GraphExec, UpdateResult
+from engine.graphs.port import Graph, GraphExec
+from engine.graphs.result import UpdateResult
 from engine.loop import ServeLoop
 from engine.pending import PendingSwap, resolve_mode
 from engine.servable import StepFacts, WayBack
