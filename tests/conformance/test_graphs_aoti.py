@@ -17,6 +17,8 @@ from engine.graphs.errors import BackendUnavailableError
 from engine.graphs.record import record
 from engine.graphs.testing import capture, eager, make, same, step
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -14,6 +14,8 @@ from engine.process_testing import WAIT_S, EngineProcess, prompt
 from engine.testing import tiny_build
 from engine.wire import Release, Swap
 
+pytestmark = pytest.mark.slow
+
 # Few buckets: what is measured is what a swap leaves behind, and each one captures all of them.
 _RUNTIME = RuntimeOptions(batch_sizes=(1, 2), contexts=(64,), prefill_chunk_tokens=8)
 _STREAMS = 2

@@ -34,6 +34,8 @@ from patchctl.demo.clients import StreamingClients
 from patchctl.demo.commands import Result
 from patchctl.errors import ExitCode
 
+pytestmark = pytest.mark.slow
+
 # After a lost process is noticed, no response that was open then may stay open longer.
 _END_S_MAX = 20.0
 
