@@ -62,6 +62,10 @@ class RuntimeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_blocks: int = 0
 
 
+_ADDED_OPTIONS = ("kv_block_tokens", "kv_blocks")
+_DEFAULT_OPTIONS = RuntimeOptions()
+
+
 class BuildManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of ``build.json``.
 
@@ -84,8 +88,15 @@ class BuildManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema_version: Literal[1] = 1
 
     def encode(self) -> bytes:
-        """Canonical bytes (RFC 8785): same manifest, same bytes, any machine."""
-        return rfc8785.dumps(msgspec.to_builtins(self))
+        """Canonical bytes (RFC 8785): same manifest, same bytes, any machine.
+
+        Options that later versions added are left out at their default, so that older builds keep their digests.
+        """
+        facts = msgspec.to_builtins(self)
+        for name in _ADDED_OPTIONS:
+            if getattr(self.runtime, name) == getattr(_DEFAULT_OPTIONS, name):
+                del facts["runtime"][name]
+        return rfc8785.dumps(facts)
 
     @property
     def digest(self) -> str:

@@ -36,7 +36,7 @@ from engine.reclaim import ReclaimPolicy
 from engine.replies import refusal, settled
 from engine.servable import WayBack
 from engine.stage import stage
-from engine.stats import engine_stats
+from engine.stats import engine_stats, stage_figures
 from engine.swap import STAGING, Event, State, SwapMachine
 from engine.watch import StepWatch
 from engine.wire import Arm, Control, Inspect, Reclaim, Release, Reply, Stage, Stats, Stop, Swap
@@ -220,18 +220,7 @@ class Controller:
                 self._machine.activate_first(number)
         if active is None:
             self._loop.activate(generation).result()
-        data = {
-            "weights_digest": generation.build.weights_digest,
-            "kv_signature": generation.build.kv_signature,
-            "mode": "carry" if figures.carries else "recompute",
-            "commit_mode": plan.commit_mode,
-            "load_ms": figures.load_ms,
-            "capture_ms": figures.capture_ms,
-            "warm_ms": figures.warm_ms,
-            "golden": list(generation.golden),
-            "memory": plan.arithmetic,
-        }
-        return Reply(data=data)
+        return Reply(data=stage_figures(generation, figures, plan))
 
     def _checkpoint(self, number: int) -> None:
         if self._stopping:
@@ -365,7 +354,15 @@ class Controller:
         generation = self._generations.get(number)
         if generation is None or self._machine.states.get(number) is State.RETIRING:
             raise SwapRefusedError("not_ready", f"generation {number} is not resident")
-        return self._work(lambda: Reply(data={"tensors": inspect_tensors(generation, self._digest_tensors)}))
+        self._reaper.pin(number)
+
+        def inspect() -> Reply:
+            try:
+                return Reply(data={"tensors": inspect_tensors(generation, self._digest_tensors)})
+            finally:
+                self._reaper.unpin(number)
+
+        return self._work(inspect)
 
     def _reclaim(self, message: Reclaim) -> Future[Reply]:
         if message.policy is not None:

@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from engine.errors import CaptureError
-from engine.graphs.port import Captured, Graph, GraphBackend, GraphExec, Launch, UpdateResult
+from engine.graphs.port import Captured, Graph, GraphBackend, GraphExec, Launch
+from engine.graphs.result import UpdateResult
 
 # Which of the static tensors holds the logits: rows, tables, last, logits, KV (see engine.stage).
 _LOGITS = 3
@@ -73,6 +74,11 @@ class FaultyBackend:
     def tolerance(self) -> float:
         """The real one's."""
         return self._real.tolerance
+
+    @property
+    def in_place(self) -> bool:
+        """The real one's."""
+        return self._real.in_place
 
     @property
     def due(self) -> bool:

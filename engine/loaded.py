@@ -18,6 +18,7 @@ from engine.model import Llama, StepBuffers
 from engine.schedule import Limits
 from engine.weights import load_weights, page_in, weights_digest
 
+_KIND = "patchctl-torch"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -101,6 +102,8 @@ def load_build(
         raise LoadError(str(error)) from error
     if expected_digest is not None and manifest.digest != expected_digest:
         raise LoadError(f"build is {manifest.digest}, expected {expected_digest}")
+    if manifest.engine_kind != _KIND:
+        raise LoadError(f"build is of kind {manifest.engine_kind}, this engine runs {_KIND}")
     runtime = manifest.runtime
     all_buckets(runtime)
     config = parse_config(manifest.model)

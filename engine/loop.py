@@ -235,6 +235,7 @@ class ServeLoop:
             _log.exception("a step of generation %d failed", active.number)
             if not self._seek_way_back(active, f"a step failed: {error}"):
                 raise
+            self.schedule.abandon(active.number, plan)
             return [], 0
 
     def _step(self, active: Servable, plan: StepPlan) -> tuple[list[Token], int]:
@@ -353,7 +354,14 @@ class ServeLoop:
 
     def _exchange(self, active: Servable, pending: PendingSwap) -> None:
         start_s = time.perf_counter()
-        pending.target.install()
+        try:
+            pending.target.install()
+        except Exception as error:
+            # Half copied: nobody can serve until the old weights are back, so failing again is fatal.
+            _log.exception("generation %d could not be installed", pending.target.number)
+            active.install()
+            self._give_up(pending, Reply("target_failed", f"its weights could not be copied into place: {error}"))
+            return
         installed_s = time.perf_counter()
         if pending.mode == "carry":
             self.schedule.carry(active.number, pending.target.number)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -51,11 +52,12 @@ def prompt(i: int) -> list[int]:
 
 
 class FrontPeer:
-    """A front's end of a data socket: keeps every message the engine sends."""
+    """A front's end of a data socket: keeps every message the engine sends, and the tokens of each request."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.connection = Connection(sock)
         self.messages: list[ToFront] = []
+        self.events: defaultdict[int, list[tuple[int, int, str | None]]] = defaultdict(list)
         self.lost = False
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, name="front-peer", daemon=True)
@@ -65,8 +67,12 @@ class FrontPeer:
         decoder: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
         with suppress(OSError, FramingError):
             while (frame := self.connection.recv()) is not None:
+                message = decoder.decode(frame)
                 with self._changed:
-                    self.messages.append(decoder.decode(frame))
+                    self.messages.append(message)
+                    if isinstance(message, Tokens):
+                        for token in message.tokens:
+                            self.events[token.request].append((message.generation, token.token, token.finish))
                     self._changed.notify_all()
         with self._changed:
             self.lost = True
@@ -102,6 +108,7 @@ class EngineProcess:
         self.active = 0
         self._requests = itertools.count(1)
         self._numbers = itertools.count(1)
+        self._fronts: list[FrontPeer] = []
         self.front = self.attach()
 
     def attach(self) -> FrontPeer:
@@ -110,6 +117,7 @@ class EngineProcess:
         with there:
             send_data_socket(self.attach_socket, there)
         self.front = FrontPeer(here)
+        self._fronts.append(self.front)
         return self.front
 
     # -- as the agent
@@ -178,13 +186,7 @@ class EngineProcess:
 
     def events(self, request: int) -> list[tuple[int, int, str | None]]:
         """Generation, token and finish of each token of a request."""
-        return [
-            (message.generation, token.token, token.finish)
-            for message in tuple(self.front.messages)
-            if isinstance(message, Tokens)
-            for token in message.tokens
-            if token.request == request
-        ]
+        return list(self.front.events[request])
 
     def answer(self, request: int) -> list[int]:
         """Its tokens so far."""
@@ -192,9 +194,9 @@ class EngineProcess:
 
     def finish(self, request: int) -> str | None:
         """How a request ended; waits for it."""
-        self.front.wait(lambda: any(finish for *_, finish in self.events(request)))
-        (finish,) = [finish for *_, finish in self.events(request) if finish]
-        return finish
+        events = self.front.events[request]
+        self.front.wait(lambda: bool(events and events[-1][2]))
+        return events[-1][2]
 
     def run(self, tokens: Sequence[int], tokens_max: int = ANSWER_TOKENS, **sampling: Any) -> list[int]:
         """The answer to a request, which must use all of ``tokens_max``."""
@@ -212,7 +214,8 @@ class EngineProcess:
     def close(self) -> None:
         """End of file on both sockets; by force if that does not help."""
         self.control.shutdown()
-        self.front.close()
+        for front in self._fronts:
+            front.close()
         self.attach_socket.close()
         try:
             self.process.wait(WAIT_S)

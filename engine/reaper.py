@@ -1,8 +1,9 @@
 """The reaper: when the memory of a retired generation may be freed. Pure.
 
-Every launch gets an epoch. A retired generation is due when its launches are complete, no sequence pins
-it, and no probation may still return to it. Then nothing on the device can touch its memory, so freeing
-needs no device-wide synchronize (epoch-based reclamation: Fraser, "Practical lock-freedom", 2004, ch. 5).
+Every launch gets an epoch. A retired generation is due when its launches are complete, nobody pins it (a
+sequence that only it can continue, a reader of its tensors), and no probation may still return to it. Then
+nothing on the device can touch its memory, so freeing needs no device-wide synchronize (epoch-based
+reclamation: Fraser, "Practical lock-freedom", 2004, ch. 5).
 
 Launches of one generation come from one thread at a time; of two generations, from two. Every method is
 one or two operations on built-in containers, so neither has to wait for the other.
@@ -35,12 +36,12 @@ class Reaper:
         del self._launched[epoch]
 
     def pin(self, number: int) -> None:
-        """A sequence has KV that only ``number`` can continue."""
+        """Somebody needs ``number`` as it is."""
         assert number not in self._retired, f"generation {number} was pinned after it retired"
         self._pins[number] = self._pins.get(number, 0) + 1
 
     def unpin(self, number: int) -> None:
-        """That sequence has ended, or goes on under another generation."""
+        """One of those who pinned it is done."""
         left = self._pins[number] - 1
         if left:
             self._pins[number] = left
@@ -71,13 +72,3 @@ class Reaper:
         """
         assert number in self.due(), f"generation {number} is not due"
         del self._retired[number]
-
-    def waiting_for(self, number: int) -> str:
-        """What a retired generation still waits for, for people; "" when it is due."""
-        launches = sum(launched == number for launched in tuple(self._launched.values()))
-        reasons = (
-            (launches, f"{launches} launches under way"),
-            (self._pins.get(number, 0), f"{self._pins.get(number, 0)} sequences pin it"),
-            (number == self._protected, "the new generation is on probation"),
-        )
-        return ", ".join(text for is_true, text in reasons if is_true)

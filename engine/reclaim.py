@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from engine.errors import EngineError
 from engine.governor import Memory
@@ -28,17 +28,6 @@ class ReclaimRefusedError(EngineError):
     """Thresholds that contradict each other."""
 
     code = "reclaim_refused"
-
-
-class Reclaimer(Protocol):
-    """Owns memory that may be given back."""
-
-    def reclaim(self, blocks_max: int) -> int:
-        """Free up to ``blocks_max`` KV blocks kept for their prefix alone; call it at a step boundary.
-
-        Returns:
-            Bytes given back.
-        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,6 +252,12 @@ class Schedule:
         for feed in plan.feeds:
             feed.sequence.tables[generation].advance(feed.sequence.tokens, feed.end)
 
+    def abandon(self, generation: int, plan: StepPlan) -> None:
+        """``plan`` failed half way: its fresh blocks may not be clear, so whoever got one begins again."""
+        for feed in plan.feeds:
+            if not set(plan.fresh).isdisjoint(feed.blocks):
+                feed.sequence.drop(generation)
+
     def emit(self, sequence: Sequence, token: int, limits: Limits) -> Token:
         """Append a sampled token."""
         assert sequence.finish is None

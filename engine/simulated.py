@@ -1,4 +1,4 @@
-"""Generations that compute nothing but check everything: an oracle for simulations of the serve loop.
+"""Generations that compute nothing, and a front, that check everything: oracles for simulations of the serve loop.
 
 KV is a chain of hashes over weights and tokens, so what a position must hold is known exactly. A step that
 reads KV of other weights, of another sequence, of a freed block or of a stale prefix is seen at once, and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from engine.blocks import FIRST_BLOCK, BlockPool
 from engine.reaper import Reaper
 from engine.schedule import Feed, Limits, StepPlan
 from engine.table import KvSpace
+from engine.wire import Admitted, Exchanged, ToFront, Token, Tokens
 
 VOCAB, BLOCK_TOKENS = 40, 4
 # Few enough for full sequences to run out of them.
@@ -65,6 +66,11 @@ class SimPool:
         """Zero a block."""
         for offset in range(BLOCK_TOKENS):
             self.memory[block, offset] = _CLEARED
+
+    def spoil(self, block: int) -> None:
+        """Leave values in a block that are not finite, as a request that went wrong does."""
+        for offset in range(BLOCK_TOKENS):
+            self.memory[block, offset] = _NOT_FINITE
 
     def at(self, feed: Feed, position: int) -> tuple[int, int]:
         """Where a sequence's position lies."""
@@ -157,6 +163,10 @@ class SimGeneration:
         if not spoilt and read != right:
             wrong = next(i for i, (a, b) in enumerate(zip(read, right, strict=True)) if a != b)
             self.device.violations.append(f"request {feed.sequence.request} reads foreign KV at position {wrong}")
+        beyond = range(feed.end, len(feed.blocks) * BLOCK_TOKENS)
+        if any(memory.get(self.pool.at(feed, position)) == _NOT_FINITE for position in beyond):
+            # Masked, but attention multiplies it by 0, and that is not 0.
+            self.device.violations.append(f"request {feed.sequence.request} looks at values that are not finite")
         if not feed.emits:
             return None
         row = torch.zeros(VOCAB)
@@ -174,6 +184,63 @@ class SimGeneration:
     def carries(self, other: SimGeneration) -> bool:
         """As :meth:`engine.generation.Generation.carries`."""
         return self.pool is other.pool and self.weights == other.weights
+
+
+@dataclass
+class SimRequest:
+    """A request and what its client got. ``stop`` is the token that ends it, never emitted."""
+
+    prompt: list[int]
+    tokens_max: int
+    stop: int
+    answer: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass
+class SimFront:
+    """What clients see: every token is the reference's, for the generation that says it made it.
+
+    Attributes:
+        weights: of each generation that ever was, by number.
+        serving: the generation announced last.
+        prefix_hits: requests that found some of their prompt computed already.
+    """
+
+    weights: Mapping[int, int]
+    serving: int = 0
+    requests: dict[int, SimRequest] = field(default_factory=dict)
+    prefix_hits: int = 0
+
+    @property
+    def open(self) -> list[int]:
+        """Requests that have not ended."""
+        return [number for number, request in self.requests.items() if request.finish is None]
+
+    def receive(self, message: ToFront) -> None:
+        """Take and check a message of the engine."""
+        if isinstance(message, Exchanged):
+            self.serving = message.generation
+        elif isinstance(message, Admitted):
+            assert message.cached_tokens % BLOCK_TOKENS == 0
+            assert message.cached_tokens < len(self.requests[message.request].prompt)
+            self.prefix_hits += message.cached_tokens > 0
+        elif isinstance(message, Tokens):
+            assert message.generation == self.serving, "tokens of a generation that was not announced"
+            for token in message.tokens:
+                self._take(self.requests[token.request], self.weights[message.generation], token)
+
+    @staticmethod
+    def _take(request: SimRequest, weights: int, token: Token) -> None:
+        assert request.finish is None, "a request ends once"
+        right = next_token(weights, request.prompt + request.answer)
+        if token.token >= 0:
+            assert token.token == right, "an answer that neither build would give"
+            assert right != request.stop, "a stop token is not emitted"
+            request.answer.append(token.token)
+        if token.finish == "stop":
+            assert right == request.stop, "stopped where the reference goes on"
+        request.finish = token.finish
 
 
 class Inline:

@@ -19,9 +19,10 @@ from engine.bucket import Bucket, all_buckets
 from engine.errors import CaptureError, LoadError, VerifyError
 from engine.generation import Generation
 from engine.golden import eager_tokens, greedy
-from engine.graphs.port import GraphBackend, GraphExec
+from engine.graphs.port import GraphBackend, GraphExec, reproduces
 from engine.graphs.select import new_backend
 from engine.graphset import GraphSet
+from engine.kv import KvPool
 from engine.loaded import LoadedBuild, load_build
 from engine.model import StepBuffers
 from engine.swap import CommitMode, Event, Report
@@ -69,7 +70,7 @@ def _warm(backend: GraphBackend, bucket: Bucket, graph_exec: GraphExec, logits: 
         logits.zero_()
         graph_exec.replay()
         backend.wait()
-        if not torch.equal(eager.view(torch.int32), logits[: bucket.logits_rows].view(torch.int32)):
+        if not reproduces(eager, logits[: bucket.logits_rows], backend.tolerance):
             raise CaptureError(f"the graph of {bucket} does not reproduce the eager step")
 
 
@@ -120,8 +121,7 @@ def _exchangeable(
     Raises:
         CaptureError, VerifyError: see :func:`stage`.
     """
-    shared = active is not None and active.build.kv_layout == build.kv_layout and active.build.device == build.device
-    pool = active.pool if active is not None and shared else build.new_pool()
+    pool = _pool(build, active, backend)
     io = build.new_buffers()
     execs, capture_ms, warm_ms = _capture(build, backend, io, pool.data, report, checkpoint)
     report(Event.CAPTURED)
@@ -133,6 +133,21 @@ def _exchangeable(
         graphs.close_execs()
         raise
     return replace(generation, golden=golden), capture_ms, warm_ms
+
+
+def _pool(build: LoadedBuild, active: Generation | None, backend: GraphBackend) -> KvPool:
+    """The pool in use when it fits, else a new one.
+
+    A backend that writes KV back as a whole would undo what another generation wrote meanwhile.
+    """
+    shared = (
+        active is not None
+        and backend.in_place
+        and active.graphs.backend.in_place
+        and active.build.kv_layout == build.kv_layout
+        and active.build.device == build.device
+    )
+    return active.pool if active is not None and shared else build.new_pool()
 
 
 def _verify(generation: Generation, checkpoint: Callable[[], None]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The engine's figures as a flat JSON object, for ``Stats``."""
+"""The engine's figures as flat JSON objects, for the replies to ``Stats`` and ``Stage``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.generation import Generation
+from engine.governor import StagePlan
+from engine.graphs.taint import PROCESS
 from engine.loop import ServeLoop
+from engine.stage import StageReport
 from engine.swap import SwapMachine
 
 
@@ -29,6 +32,8 @@ def engine_stats(
         "kv_blocks_idle": sum(pool.blocks.idle for pool in pools.values()),
         "weight_bytes": sum(weights.values()),
         "backend": next((generation.graphs.backend.name for generation in resident.values()), ""),
+        # Set: GPU memory was lost to a failed capture; hand over to a new process soon.
+        "backend_taint": PROCESS.reason or "",
         "generations": [
             {
                 "generation": number,
@@ -40,4 +45,19 @@ def engine_stats(
             }
             for number, state in machine.states.items()
         ],
+    }
+
+
+def stage_figures(generation: Generation, report: StageReport, plan: StagePlan) -> dict[str, Any]:
+    """What a generation is, how long staging took, and why there was memory for it."""
+    return {
+        "weights_digest": generation.build.weights_digest,
+        "kv_signature": generation.build.kv_signature,
+        "mode": "carry" if report.carries else "recompute",
+        "commit_mode": plan.commit_mode,
+        "load_ms": report.load_ms,
+        "capture_ms": report.capture_ms,
+        "warm_ms": report.warm_ms,
+        "golden": list(generation.golden),
+        "memory": plan.arithmetic,
     }

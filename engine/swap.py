@@ -304,8 +304,10 @@ class SwapMachine:
             if self.active is not None:
                 self._move(self.active, Event.EXCHANGED_IN)
         if self.committed == number:
-            # Nothing to go back to: what serves is all there is.
+            # Nothing to go back to: what serves is all there is, whatever was said about it.
             self.committed = self.active
+            if self.active is not None:
+                self.breached.pop(self.active, None)
         return self.active
 
     def crash(self) -> int | None:

@@ -31,8 +31,9 @@ import torch
 from engine.errors import CaptureError
 from engine.graphs.aoti_spec import to_spec
 from engine.graphs.errors import BackendUnavailableError
-from engine.graphs.port import Captured, Graph, UpdateResult
+from engine.graphs.port import Captured, Graph
 from engine.graphs.record import Recording, check_binding, record
+from engine.graphs.result import UpdateResult
 from engine.graphs.tape import Done
 from engine.graphs.topology import Topology, compare, signature
 

@@ -36,12 +36,9 @@ def to_module(spec: GraphSpec) -> torch.fx.GraphModule:
         args = tuple(decode(arg, values) for arg in call.args)
         kwargs = {key: decode(arg, values) for key, arg in call.kwargs.items()}
         node = graph.call_function(operator(call), args, kwargs)
-        if len(call.outputs) == 1 and call.outputs[0] is not None:
-            values[call.outputs[0]] = node
-        elif len(call.outputs) > 1:
-            for number, output in enumerate(call.outputs):
-                if output is not None:
-                    values[output] = graph.call_function(python_operator.getitem, (node, number))
+        for number, output in enumerate(call.outputs):
+            if output is not None:
+                values[output] = graph.call_function(python_operator.getitem, (node, number)) if call.listed else node
     graph.output(())
     return torch.fx.GraphModule(torch.nn.Module(), graph)
 

@@ -26,6 +26,7 @@ class CallSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: list[Any]
     kwargs: dict[str, Any]
     outputs: list[int | None]
+    listed: bool
 
 
 class GraphSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +86,7 @@ def _call_spec(call: Call) -> CallSpec:
         args=[_encode(arg) for arg in call.args],
         kwargs={key: _encode(arg) for key, arg in call.kwargs.items()},
         outputs=list(call.outputs),
+        listed=call.listed,
     )
 
 

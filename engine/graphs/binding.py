@@ -71,7 +71,8 @@ def _asks_for(call: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: 
 
 def _kind(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
-        return torch.Tensor, arg.dim() == 0  # a tensor without dimensions can pass for a number
+        # One without dimensions can pass for a number, of its dtype.
+        return torch.Tensor, None if arg.dim() else arg.dtype
     return tuple(map(_kind, arg)) if isinstance(arg, list | tuple) else type(arg)
 
 

@@ -15,7 +15,8 @@ from functools import partial
 import torch
 
 from engine.errors import CaptureError
-from engine.graphs.port import GraphExec, UpdateResult, reproduces
+from engine.graphs.port import GraphExec, reproduces
+from engine.graphs.result import UpdateResult
 from engine.graphs.testing import (
     Beside,
     Subject,
@@ -167,6 +168,16 @@ def _read_truth(tensors: Tensors) -> None:
         tensors[3].zero_()
 
 
+def _read_fact(tensors: Tensors) -> None:
+    if tensors[0].is_set_to(tensors[3]):
+        tensors[3].zero_()
+
+
+def _hidden_in_a_composite(tensors: Tensors) -> None:
+    # As many rows as a value says; the operation itself has no tag that tells.
+    torch.repeat_interleave(tensors[0], tensors[1], dim=0)
+
+
 def _draw(tensors: Tensors) -> None:
     tensors[3].copy_(torch.rand(3, 8, device=tensors[3].device))
 
@@ -183,10 +194,13 @@ def _raise(tensors: Tensors) -> None:
     (tensors[0] @ tensors[0]).sum()
 
 
+_REFUSED = (_read_back, _read_truth, _read_fact, _hidden_in_a_composite, _draw, _drop, _dynamic_shape, _raise)
+
+
 @_case
 def _what_cannot_be_replayed_is_refused(subject: Subject) -> None:
     backend, (_, static) = subject.new(), make(subject.device)
-    for function in (_read_back, _read_truth, _draw, _drop, _dynamic_shape, _raise):
+    for function in _REFUSED:
         with refused():
             backend.capture(function, static)
 

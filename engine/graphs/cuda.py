@@ -28,8 +28,9 @@ from typing import Any
 import torch
 
 from engine.errors import CaptureError
-from engine.graphs.port import Captured, Graph, UpdateResult
+from engine.graphs.port import Captured, Graph
 from engine.graphs.record import check_binding, record
+from engine.graphs.result import UpdateResult
 from engine.graphs.taint import PROCESS, lost_pool
 from engine.graphs.topology import Topology, compare, signature
 
@@ -44,6 +45,10 @@ class Driver:
     def stream(self) -> Any:
         """A new stream."""
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> Any:
+        """The current stream of this thread."""
+        return torch.cuda.current_stream()
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Makes ``stream`` the current one of this thread."""
@@ -182,10 +187,10 @@ class CudaBackend:
         """See :meth:`engine.graphs.port.GraphBackend.capture`."""
         # This eager run gives the topology, leaves the reference result in `static`, and warms up cuBLAS:
         # its workspace for the capture stream is then allocated outside any capture.
-        self._capture_stream.wait_stream(self._stream)
+        for before in (self.driver.current_stream(), self._stream):
+            self._capture_stream.wait_stream(before)
         with self.driver.on(self._capture_stream):
             topology = record(function, static).topology
-        self._stream.wait_stream(self._capture_stream)
         self._capture_stream.synchronize()
         return CudaGraph(self, function, topology)
 

@@ -7,35 +7,17 @@ serves one generation. Any thread may use one; an exec is replayed by one thread
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from engine.graphs.result import UpdateResult
+
 # Takes the static tensors, reads and writes them in place, returns nothing. Any other tensor that it
 # uses (weights) is a constant of the graph and must not be written.
 Captured = Callable[[Sequence[torch.Tensor]], None]
-
-
-class UpdateResult(enum.IntEnum):
-    """What became of :meth:`GraphExec.update`; anything but ``SUCCESS`` left the exec as it was.
-
-    Codes and names are those of ``cudaGraphExecUpdateResult`` (CUDA Runtime API, section Data types, and
-    ``cudaGraphExecUpdate``). Every backend first compares the recordings, see
-    :func:`engine.graphs.topology.compare`; the CUDA driver may then refuse for reasons of its own.
-    """
-
-    SUCCESS = 0
-    ERROR = 1
-    TOPOLOGY_CHANGED = 2
-    NODE_TYPE_CHANGED = 3
-    FUNCTION_CHANGED = 4
-    PARAMETERS_CHANGED = 5
-    NOT_SUPPORTED = 6
-    UNSUPPORTED_FUNCTION_CHANGE = 7
-    ATTRIBUTES_CHANGED = 8
 
 
 class Launch(Protocol):

@@ -108,10 +108,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorded_kwargs = {key: map_nested(self._read, value) for key, value in kwargs.items()}
         self._check(func, facts, args, kwargs)
         result = func(*args, **kwargs)
-        results = tuple(result) if isinstance(result, list | tuple) else (result,)
+        listed = isinstance(result, list | tuple)
+        results = tuple(result) if listed else (result,)
         kind = _kind(facts, (*args, *kwargs.values()), results)
         outputs = tuple(map(self._made, results))
-        self._calls.append(Call(func, kind, recorded_args, recorded_kwargs, outputs))
+        self._calls.append(Call(func, kind, recorded_args, recorded_kwargs, outputs, listed))
         self._functions.append(quickest(func, args, kwargs, result))
         return result
 

@@ -14,18 +14,23 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.graphs.cuda import Driver
-from engine.graphs.port import UpdateResult
 from engine.graphs.record import map_nested, written_tensors
+from engine.graphs.result import UpdateResult
 
 _current = threading.local()
 Operation = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 
 
 class SimulatedStream:
-    """Runs what it is given at once."""
+    """Runs what it is given at once.
+
+    Attributes:
+        launches: graphs launched so far.
+    """
 
     def __init__(self) -> None:
         self.capturing = False
+        self.launches = 0
 
     def synchronize(self) -> None:
         """Refused while capturing, as on a device."""
@@ -38,18 +43,20 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """Done unless the device is held busy."""
+    """Done, unless the device is held busy and there were launches before it."""
 
     def __init__(self, driver: SimulatedDriver) -> None:
         self._driver = driver
+        self._launches = 0
 
     def record(self, stream: SimulatedStream) -> None:
         """Behind everything in ``stream``."""
         stream.synchronize()
+        self._launches = stream.launches
 
     def query(self) -> bool:
         """See ``torch.cuda.Event.query``."""
-        return not self._driver.busy
+        return not (self._driver.busy and self._launches)
 
 
 class SimulatedPool:
@@ -131,6 +138,7 @@ class SimulatedGraph:
         """Run every operation on the memory of the capture."""
         assert self.instantiated is not None, "no exec"
         assert not _current.stream.capturing, "a launch into a capturing stream becomes part of the capture"
+        _current.stream.launches += 1
         made: dict[int, Any] = {}
 
         def current(arg: Any) -> Any:
@@ -173,6 +181,10 @@ class SimulatedDriver(Driver):
     def stream(self) -> SimulatedStream:
         """See :class:`engine.graphs.cuda.Driver`, here and below."""
         return SimulatedStream()
+
+    def current_stream(self) -> SimulatedStream:
+        """A stream of nobody's when none was made current."""
+        return getattr(_current, "stream", None) or SimulatedStream()
 
     @contextmanager
     def on(self, stream: SimulatedStream) -> Iterator[None]:

@@ -7,7 +7,6 @@ the pool holds is lost until the process ends. Serving goes on, but the process 
 from __future__ import annotations
 
 import re
-import threading
 
 _POOL_RELEASED_SINCE = (2, 14)
 
@@ -32,7 +31,6 @@ class Taint:
     """Remembers the first reason not to trust a process any longer."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._reason: str | None = None
 
     @property
@@ -42,8 +40,7 @@ class Taint:
 
     def mark(self, reason: str) -> None:
         """The process lost something that only its end gives back."""
-        with self._lock:
-            self._reason = self._reason or f"{reason}: hand over to a fresh process"
+        self._reason = self._reason or f"{reason}: hand over to a fresh process"
 
 
 PROCESS = Taint()

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from engine.graphs.port import Captured, Graph, UpdateResult
+from engine.graphs.port import Captured, Graph
 from engine.graphs.record import Recording, check_binding, record
+from engine.graphs.result import UpdateResult
 from engine.graphs.topology import Call, Kind, Ref, compare, references, signature
 
 Registers = list[Any]
@@ -73,8 +74,8 @@ class _Assembler:
             function = partial(function, **keywords) if keywords else function
             args = call.args
         reads = tuple(map(self._operand, args))
-        if len(call.outputs) == 1:
-            output = call.outputs[0]
+        if not call.listed:
+            (output,) = call.outputs
             self._emit(function, reads, self._new() if output is None else output)
             return
         results = self._emit(function, reads, self._new())

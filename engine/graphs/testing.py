@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional
 
 from engine.errors import CaptureError
-from engine.graphs.port import Captured, Graph, GraphBackend, GraphExec, UpdateResult, reproduces
+from engine.graphs.port import Captured, Graph, GraphBackend, GraphExec, reproduces
+from engine.graphs.result import UpdateResult
 
 Tensors = Sequence[torch.Tensor]
 _JOIN_S = 60.0
@@ -99,9 +100,16 @@ def eager(weight: torch.Tensor, static: Tensors) -> list[torch.Tensor]:
 
 def run(backend: GraphBackend, graph_exec: GraphExec) -> None:
     """Replay and wait."""
+    _settle()
     with backend.stream():
         graph_exec.replay()
         backend.wait()
+
+
+def _settle() -> None:
+    """What this thread's stream has written is there for other streams."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 def capture(backend: GraphBackend, weight: torch.Tensor, static: Tensors) -> Graph:
@@ -116,8 +124,11 @@ def same(expected: Tensors, found: Tensors, tolerance: float = 0.0) -> bool:
 
 def replays_like_eager(backend: GraphBackend, graph_exec: GraphExec, weight: torch.Tensor, static: Tensors) -> None:
     """Asserts that a replay does to ``static`` what an eager step with ``weight`` would."""
-    expected = eager(weight, static)
-    run(backend, graph_exec)
+    _settle()
+    with backend.stream():
+        expected = eager(weight, static)
+        graph_exec.replay()
+        backend.wait()
     assert same(expected, static, backend.tolerance)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.graphs.port import UpdateResult
+from engine.graphs.result import UpdateResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,17 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation. Tensors in ``args`` and ``kwargs`` are :class:`Ref`; None in ``outputs`` is not a new tensor."""
+    """One operation. Tensors in ``args`` and ``kwargs`` are :class:`Ref`; None in ``outputs`` is not a new tensor.
+
+    ``listed`` tells a list of results, even of one, from a single result.
+    """
 
     op: Any
     kind: Kind
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[int | None, ...]
+    listed: bool
 
     @property
     def reads(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The conformance suite (engine/graphs/testing.py) on every graph backend that this machine can run."""
+"""The conformance suite (engine/graphs/conformance.py) on every graph backend that this machine can run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.register_assert_rewrite("engine.graphs.testing")
+pytest.register_assert_rewrite("engine.graphs.conformance")
 
-from engine.graphs import testing  # noqa: E402 - after its assertions are made to explain themselves
-from engine.graphs.aoti import AotiBackend, PackageStore  # noqa: E402
+from engine.graphs.aoti import AotiBackend, PackageStore  # noqa: E402 - after assertions are made to explain themselves
+from engine.graphs.conformance import CASES  # noqa: E402
 from engine.graphs.cuda import CudaBackend  # noqa: E402
 from engine.graphs.simulated import SimulatedDriver  # noqa: E402
 from engine.graphs.tape import TapeBackend  # noqa: E402
@@ -22,7 +22,11 @@ CUDA = pytest.param(
     "cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
 )
-AOTI = pytest.param("aoti", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"))
+AOTI = pytest.param(
+    "aoti",
+    # The first case waits for the compiler, niced: some 20 s of CPU.
+    marks=[pytest.mark.timeout(900), pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")],
+)
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +47,6 @@ def subject(request: pytest.FixtureRequest, packages: Path) -> Subject:
     return Subject(TapeBackend, cpu)
 
 
-@pytest.mark.parametrize("case", testing.CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
 def test_backend(subject: Subject, case: Callable[[Subject], None]) -> None:
     case(subject)

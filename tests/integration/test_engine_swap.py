@@ -14,7 +14,8 @@ from engine.build import RuntimeOptions
 from engine.errors import LoadError, SwapRefusedError
 from engine.exchange import Policy
 from engine.generation import Generation
-from engine.graphs.port import Graph, GraphExec, UpdateResult
+from engine.graphs.port import Graph, GraphExec
+from engine.graphs.result import UpdateResult
 from engine.loop import ServeLoop
 from engine.pending import PendingSwap, resolve_mode
 from engine.servable import StepFacts, WayBack
@@ -363,6 +364,29 @@ def test_copy_mode_serves_the_new_weights_in_the_old_graphs_and_goes_back(builds
     fresh.submit(2, first=70)
     fresh.finish_all()
     assert {request: serving.answers[request] for request in fresh.answers} == fresh.answers
+
+
+def test_a_copy_that_fails_half_way_leaves_the_old_weights_serving(builds: Path) -> None:
+    serving = Serving(first := staged(builds / "a", 1))
+    second = staged(builds / "b", 2, first, "copy")
+    expected = unswapped(builds / "a", 4)
+    serving.submit(4)
+    serving.turns(8)
+    source = second.weights
+    last = max(source)  # all others are copied before it
+    kept = source[last]
+    dict.__setitem__(source, last, kept[:3])  # type: ignore[index]  # a Mapping to everybody else
+    mode, ahead = resolve_mode("auto", first, second)
+    now_s = time.monotonic()
+    pending = PendingSwap(second, mode, ahead, now_s, now_s + 600, None, lambda: None, lambda: None)
+    serving.loop.request_swap(pending)
+    serving.turns(1)
+    assert pending.reply.result().code == "target_failed"
+    serving.finish_all()
+    assert serving.answers == expected
+    dict.__setitem__(source, last, kept)  # type: ignore[index]
+    serving.swap(second)
+    assert serving.loop.active is second
 
 
 def test_copy_mode_is_refused_when_more_than_weights_differ(builds: Path, tmp_path: Path) -> None:

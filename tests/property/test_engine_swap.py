@@ -53,6 +53,7 @@ def check(machine: SwapMachine) -> None:
     assert set(machine.commit_modes) == set(machine.resident)
     assert set(machine.cold) <= {number for number, state in machine.states.items() if state in STAGING}
     assert set(machine.breached) <= set(machine.resident)
+    assert machine.committed not in machine.breached
     if machine.pending is not None:
         assert machine.states[machine.pending] is State.READY
         assert machine.pending not in machine.breached
@@ -228,6 +229,12 @@ def test_a_breached_generation_never_serves_again() -> None:
     machine.begin(2)
 
 
+def test_a_breached_generation_cannot_be_committed() -> None:
+    machine = swapped(1, 2)
+    machine.breach("slow")
+    assert refused(machine, "release", 1) == "breached"
+
+
 def test_a_committed_generation_cannot_breach() -> None:
     machine = staged(1, 2)
     assert machine.breach("slow") is None
@@ -260,8 +267,10 @@ def test_failing_alone_leaves_nothing_to_serve() -> None:
 
 def test_a_failed_rollback_target_commits_what_serves() -> None:
     machine = swapped(1, 2)
+    machine.breach("slow, but all there is")
     machine.request(1)
     assert machine.fail(1) == 2
+    assert machine.breached == {}
     assert (machine.active, machine.committed, machine.pending) == (2, 2, None)
 
 

@@ -1,212 +1,48 @@
 """The real serve loop and swap machine under random events, on generations that check every KV they read.
 
-A simulated generation "computes" KV as a chain of hashes over weights and tokens, so what a position must
-hold is known exactly: KV of other weights, another sequence, a freed block or a stale prefix is seen at
-the first step that reads it. Time does not pass: what depends on it (deadlines, launches under way, slow
-steps) is an event like the others. A seed replays: run the test with its number.
+See :mod:`engine.simulated` for the oracle. Time does not pass: what depends on it (deadlines, launches
+under way, slow steps) is an event like the others. A seed replays: run the test with its number.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
-from engine.blocks import FIRST_BLOCK, BlockPool
 from engine.errors import SwapRefusedError
 from engine.exchange import resolve
 from engine.loop import ServeLoop
 from engine.pending import PendingSwap
 from engine.probation import Probation, Step
-from engine.reaper import Reaper
-from engine.schedule import Limits, StepPlan
+from engine.schedule import Limits
 from engine.servable import StepFacts, WayBack
+from engine.simulated import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    VOCAB,
+    InjectedError,
+    Inline,
+    SimDevice,
+    SimFront,
+    SimGeneration,
+    SimGraphs,
+    SimPool,
+    SimRequest,
+)
 from engine.swap import RESIDENT_MAX, Event, State, SwapMachine
-from engine.table import KvSpace
-from engine.wire import Admitted, Cancel, Exchanged, Reply, Sampling, Submit, ToFront, Tokens
+from engine.wire import Cancel, Reply, Sampling, Submit
 
-# Few enough blocks for full sequences to run out of them.
-VOCAB, BLOCK_TOKENS, BLOCKS = 40, 4, 15
-STEP_MS, SLOW_STEP_MS = 20.0, 200.0
+SLOW_STEP_MS = 200.0
 BUCKETS = ("decode", "prefill")
 STAGES = (Event.LOADED, Event.WARMED, Event.CAPTURED, Event.VERIFIED)
 STEMS = ((5, 6, 7, 8, 9, 10, 11, 12, 13), (5, 6, 7, 8, 30, 31, 32, 33), (2,))
 EVENTS_PER_SEED = 400
 SETTLE_TURNS_MAX = 3000
-NOT_FINITE = -1
-torch.set_grad_enabled(False)
-
-
-class InjectedError(Exception):
-    """What a failing device would raise."""
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def link(before: int, token: int) -> int:
-    return hash((before, token)) & (2**63 - 1)
-
-
-def chain(weights: int, tokens: list[int]) -> list[int]:
-    """What KV of ``tokens`` under ``weights`` is, position by position."""
-    return list(itertools.accumulate(tokens, link, initial=weights))[1:]
-
-
-def following(digest: int) -> int:
-    """The token that comes after a position: a pure function of weights and all tokens so far."""
-    return (digest >> 9) % VOCAB
-
-
-@dataclass
-class Pool:
-    """KV memory: (block, offset) → digest."""
-
-    blocks: BlockPool = field(default_factory=lambda: BlockPool(range(FIRST_BLOCK, FIRST_BLOCK + BLOCKS), BLOCK_TOKENS))
-    memory: dict[tuple[int, int], int] = field(default_factory=dict)
-    given_back: int = 0
-
-
-@dataclass
-class Graphs:
-    """Shared by two generations in copy mode."""
-
-    installed: int
-
-
-@dataclass(eq=False)
-class SimGeneration:
-    """A :class:`engine.servable.Servable`."""
-
-    number: int
-    weights: int
-    pool: Pool
-    graphs: Graphs
-    limits: Limits
-    host: Host
-    chunk_tokens_max: int = 6
-    freed: bool = False
-    fail_steps: int = 0
-    nan_rows: int = 0
-    step_ms: float = STEP_MS
-
-    @property
-    def space(self) -> KvSpace:
-        return KvSpace(self.number, self.pool.blocks)
-
-    def run(self, plan: StepPlan) -> torch.Tensor | None:
-        host = self.host
-        if self.freed:
-            host.violations.append(f"generation {self.number} runs after it was freed")
-        if self.graphs.installed != self.number:
-            host.violations.append(f"generation {self.number} runs on weights of {self.graphs.installed}")
-        host.launches.append(host.reaper.launched(self.number))
-        if self.fail_steps:
-            self.fail_steps -= 1
-            raise InjectedError("a step that cannot be computed")
-        for block in plan.fresh:
-            for offset in range(BLOCK_TOKENS):
-                self.pool.memory[block, offset] = 0
-        rows = []
-        for feed in plan.feeds:
-            tokens = feed.sequence.tokens[: feed.end]
-            assert tuple(tokens[feed.position :]) == feed.tokens
-            right = chain(self.weights, tokens)
-            spoilt = feed.emits and self.nan_rows > 0
-            self.nan_rows -= spoilt
-            for position in range(feed.position, feed.end):
-                self.pool.memory[self._place(feed.blocks, position)] = NOT_FINITE if spoilt else right[position]
-            read = [self.pool.memory.get(self._place(feed.blocks, position), 0) for position in range(feed.end)]
-            if not spoilt and read != right:
-                wrong = next(i for i, (a, b) in enumerate(zip(read, right, strict=True)) if a != b)
-                host.violations.append(f"request {feed.sequence.request} reads foreign KV at position {wrong}")
-            if feed.emits:
-                row = torch.zeros(VOCAB)
-                row[following(read[-1])] = math.nan if spoilt else 1.0
-                rows.append(row)
-        return torch.stack(rows) if rows else None
-
-    @staticmethod
-    def _place(blocks: tuple[int, ...], position: int) -> tuple[int, int]:
-        return blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS
-
-    def install(self) -> None:
-        self.graphs.installed = self.number
-
-    def give_back(self) -> int:
-        for block in self.pool.blocks.free:
-            for offset in range(BLOCK_TOKENS):
-                self.pool.memory.pop((block, offset), None)
-        self.pool.given_back += 1
-        return len(self.pool.blocks.free)
-
-    def carries(self, other: SimGeneration) -> bool:
-        return self.pool is other.pool and self.weights == other.weights
-
-
-@dataclass
-class Request:
-    prompt: list[int]
-    tokens_max: int
-    stop: int
-    answer: list[int] = field(default_factory=list)
-    finish: str | None = None
-
-
-@dataclass
-class Front:
-    """What a client sees: every token is the reference's for the generation that says it made it."""
-
-    host: Host
-    serving: int = 0
-    requests: dict[int, Request] = field(default_factory=dict)
-
-    def receive(self, message: ToFront) -> None:
-        if isinstance(message, Exchanged):
-            self.serving = message.generation
-        elif isinstance(message, Admitted):
-            request = self.requests[message.request]
-            assert message.cached_tokens % BLOCK_TOKENS == 0
-            assert message.cached_tokens < len(request.prompt)
-            self.host.prefix_hits += message.cached_tokens > 0
-        elif isinstance(message, Tokens):
-            assert message.generation == self.serving, "tokens of a generation that was not announced"
-            weights = self.host.weights[message.generation]
-            for token in message.tokens:
-                self._token(self.requests[token.request], weights, token.token, token.finish)
-
-    def _token(self, request: Request, weights: int, token: int, finish: str | None) -> None:
-        assert request.finish is None, "a request ends once"
-        right = following(chain(weights, request.prompt + request.answer)[-1])
-        if token >= 0:
-            assert token == right, "an answer that neither build would give"
-            request.answer.append(token)
-        if finish == "stop":
-            assert right == request.stop
-        request.finish = finish
-
-    @property
-    def open(self) -> list[int]:
-        return [number for number, request in self.requests.items() if request.finish is None]
-
-
-class Inline:
-    """Runs what the loop would give to its helper thread at once."""
-
-    def submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
-        done: Future[None] = Future()
-        try:
-            function(*arguments)
-            done.set_result(None)
-        except Exception as error:
-            done.set_exception(error)
-        return done
 
 
 class Host:
@@ -214,21 +50,19 @@ class Host:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)  # noqa: S311 - a simulation, replayed from its seed
-        self.violations: list[str] = []
         self.numbers = itertools.count(1)
         self.request_ids = itertools.count(1)
         self.weights: dict[int, int] = {}
         self.replies: list[Future[Reply]] = []
-        self.fronts: list[Front] = []
-        self.prefix_hits = self.exchanges = self.fallbacks = self.crashes = 0
+        self.fronts: list[SimFront] = []
+        self.exchanges = self.fallbacks = self.crashes = 0
         self.boot(weights=101)
 
     def boot(self, weights: int) -> None:
         """A fresh process that serves ``weights``."""
-        self.machine, self.reaper, self.probation = SwapMachine.empty(), Reaper(), Probation()
+        self.machine, self.probation, self.device = SwapMachine.empty(), Probation(), SimDevice()
         self.generations: dict[int, SimGeneration] = {}
         self.progress: dict[int, int] = {}
-        self.launches: list[int] = []
         self.loop = ServeLoop()
         self.loop._helper.shutdown()
         self.loop._helper = Inline()  # type: ignore[assignment]
@@ -247,23 +81,23 @@ class Host:
     def build(self, number: int, weights: int, *, copy: bool) -> None:
         active = self.loop.active
         slots, context = self.random.choice(((3, 48), (4, 48), (2, 30)))
-        pool, graphs = Pool(), Graphs(number)
+        pool, graphs = SimPool(), SimGraphs(number)
         if isinstance(active, SimGeneration) and (copy or self.random.random() < 0.7):
             pool = active.pool
             if copy:
                 graphs, slots, context = active.graphs, active.limits.slots, active.limits.context
         self.weights[number] = weights
         self.generations[number] = SimGeneration(
-            number, weights, pool, graphs, Limits(slots, context, VOCAB), host=self
+            number, weights, pool, graphs, Limits(slots, context, VOCAB), self.device
         )
 
     def attach(self) -> None:
-        self.fronts.append(Front(self))
+        self.fronts.append(SimFront(self.weights))
         # Who posts before is taken for the front before.
         self.attached = self.loop.attach(self.fronts[-1].receive)
 
     @property
-    def front(self) -> Front:
+    def front(self) -> SimFront:
         return self.fronts[-1]
 
     # The observer, as the controller does it.
@@ -284,16 +118,24 @@ class Host:
         if target is None:
             return None
         self.machine.fall_back()
-        self.reaper.protect(None)
+        self.device.reaper.protect(None)
         self.probation.end(committed=False)
         self.fallbacks += 1
         before = self.generations[target]
         return WayBack(before, carries=before.carries(self.generations[generation]))
 
     def exchanged(self) -> None:
+        pending, active = self.pending, self.machine.active
+        assert pending is not None
+        assert active is not None
+        schedule = self.loop.schedule
+        if pending.ahead:
+            assert schedule.behind(pending.target.number, active) <= 0, "an exchange that makes clients wait"
+        elif pending.mode == "drain":
+            assert not schedule.running, "an exchange before the last sequence ended"
         self.machine.exchange()
         self.exchanges += 1
-        self.reaper.protect(self.machine.rollback_target)
+        self.device.reaper.protect(self.machine.rollback_target)
         if self.machine.rollback_target is None:
             self.probation.end(committed=False)
         else:
@@ -315,6 +157,7 @@ class Host:
             self.machine.miss()
             raise
         ahead = mode == "recompute" and target.graphs is not active.graphs
+        assert self.machine.pending == number
         self.pending = PendingSwap(target, mode, ahead, 0.0, math.inf, None, self.exchanged, self.missed)
         self.replies.append(self.pending.reply)
         self.loop.request_swap(self.pending)
@@ -324,7 +167,7 @@ class Host:
             return
         stem = self.random.choice(STEMS)
         prompt = [*stem, *(self.random.randrange(VOCAB) for _ in range(self.random.randrange(4)))]
-        request = Request(prompt, self.random.randint(1, 24), self.random.randrange(3 * VOCAB))
+        request = SimRequest(prompt, self.random.randint(1, 24), self.random.randrange(3 * VOCAB))
         number = next(self.request_ids)
         self.front.requests[number] = request
         self.loop.post(Submit(number, tuple(prompt), request.tokens_max, Sampling(), (request.stop,)))
@@ -375,20 +218,24 @@ class Host:
             self.machine.apply(number, Event.FREED)
             return
         if commits:
-            self.reaper.protect(None)
+            self.device.reaper.protect(None)
             self.probation.end(committed=True)
         generation = self.generations[number]
-        self.loop.detach(generation).add_done_callback(lambda _: self.reaper.retire(number))
+        self.loop.detach(generation).add_done_callback(lambda _: self.device.reaper.retire(number))
 
     def reap(self) -> None:
-        for number in self.reaper.due():
-            self.reaper.freed(number)
+        for number in self.device.reaper.due():
+            assert number not in self.device.launches.values(), "freed while the device still works for it"
+            assert number != self.machine.rollback_target
+            self.device.reaper.freed(number)
             self.generations.pop(number).freed = True
             self.machine.apply(number, Event.FREED)
 
     def complete(self) -> None:
-        while self.launches and self.random.random() < 0.8:
-            self.reaper.completed(self.launches.pop(self.random.randrange(len(self.launches))))
+        while self.device.launches and self.random.random() < 0.8:
+            epoch = self.random.choice(list(self.device.launches))
+            del self.device.launches[epoch]
+            self.device.reaper.completed(epoch)
 
     def deadline(self) -> None:
         if self.pending is not None:
@@ -438,7 +285,7 @@ class Host:
             self.crash()
 
     def check(self) -> None:
-        assert not self.violations, self.violations
+        assert not self.device.violations, self.device.violations
         active = [number for number, state in self.machine.states.items() if state is State.ACTIVE]
         assert active == [self.machine.active], "never two ACTIVE, never none"
         assert self.loop.active is self.generations[active[0]]
@@ -495,12 +342,30 @@ def test_no_event_breaks_an_answer(seed: int) -> None:
     simulate(seed, EVENTS_PER_SEED)
 
 
+def test_a_failed_step_leaves_no_uncleared_block() -> None:
+    host = Host(0)
+    first = host.generations[1]
+    for block in first.pool.blocks.free:
+        first.pool.spoil(block)
+    second = SimGeneration(2, first.weights, first.pool, SimGraphs(2), first.limits, host.device, fail_steps=1)
+    host.generations[2], host.weights[2] = second, second.weights
+    host.machine.begin(2)
+    for event in STAGES:
+        host.machine.apply(2, event, BUCKETS)
+    host.front.requests[1] = SimRequest([1] * BLOCK_TOKENS, 8, stop=VOCAB)
+    host.loop.post(Submit(1, (1,) * BLOCK_TOKENS, 8, Sampling()))
+    host.request(2, "carry")
+    # The step after the exchange needs a new block, and fails before it is cleared.
+    settle(host)
+    assert (host.exchanges, host.fallbacks, host.front.requests[1].finish) == (1, 1, "length")
+
+
 def test_the_simulation_reaches_what_it_is_for() -> None:
     hosts = [simulate(seed, EVENTS_PER_SEED) for seed in range(1000, 1040)]
     finishes = {request.finish for host in hosts for front in host.fronts for request in front.requests.values()}
     assert finishes == {"stop", "length", "cancelled", "error", "crashed", "front gone"}
     assert sum(host.exchanges for host in hosts) > 40
-    assert sum(host.prefix_hits for host in hosts) > 40
+    assert sum(front.prefix_hits for host in hosts for front in host.fronts) > 40
     assert sum(host.fallbacks for host in hosts) > 5
     assert sum(host.crashes for host in hosts) > 5
 

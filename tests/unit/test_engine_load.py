@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from engine.build import RuntimeOptions, seal_build
+from engine.build import RuntimeOptions, decode_manifest, seal_build
 from engine.errors import LoadError
 from engine.golden import GOLDEN_TOKENS, golden_tokens
 from engine.llama import parse_config
@@ -146,3 +147,20 @@ def test_golden_tokens_are_repeatable(tmp_path: Path, dtype: Any) -> None:
     tokens = golden_tokens(tmp_path / "b")
     assert len(tokens) == GOLDEN_TOKENS
     assert tokens == golden_tokens(tmp_path / "b")
+
+
+def test_builds_from_before_an_option_existed_keep_their_digest(tmp_path: Path) -> None:
+    manifest = tiny_build(tmp_path / "b", seed=1, version="1.0.0")
+    raw = (tmp_path / "b" / "build.json").read_bytes()
+    assert b"kv_block" not in raw
+    assert decode_manifest(raw) == manifest
+    other = tiny_build(tmp_path / "c", seed=1, version="1.0.0", runtime=replace(TINY_RUNTIME, kv_blocks=9))
+    assert other.runtime.kv_blocks == 9
+    assert b'"kv_blocks":9' in (tmp_path / "c" / "build.json").read_bytes()
+
+
+def test_a_build_for_another_engine_is_refused_by_its_kind(tmp_path: Path) -> None:
+    manifest = tiny_build(tmp_path / "b", seed=1, version="1.0.0")
+    (tmp_path / "b" / "build.json").write_bytes(replace(manifest, engine_kind="tensorrt_llm").encode())
+    with pytest.raises(LoadError, match="kind tensorrt_llm"):
+        load_build(tmp_path / "b", device=CPU)

@@ -42,6 +42,7 @@ def test_importing_the_adapter_imports_neither_the_package_nor_torch() -> None:
     [
         (set(), set()),
         ({TRT_LLM}, {"engine_set"}),
+        ({"salt"}, {"salt"}),
         ({f"{ASYNC_LLM}.update_weights"}, {"in_place"}),
         ({f"{WORKER_EXTENSION}.update_weights"}, {"in_place"}),
         ({f"{ASYNC_LLM}.pause_generation"}, {"pause"}),
@@ -53,7 +54,7 @@ def test_a_feature_is_there_when_all_its_points_are(without: set[str], lost: set
     features = detect(FakePackage(without=without).importer)
     assert set(features.lacking) == lost
     for feature in lost:
-        assert features.why_not(feature).startswith(next(iter(without)))
+        assert next(iter(without)) in features.why_not(feature)
 
 
 def test_every_point_of_the_table_matters() -> None:

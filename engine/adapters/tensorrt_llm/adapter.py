@@ -223,6 +223,8 @@ class TensorRtLlm:
         feature: Feature = "park" if park else "reuse_reset"
         if not active.asynchronous:
             return ReclaimReport(done=False, why="only an AsyncLLM can be told to drop its KV blocks")
+        if park and not self._options.parkable:
+            return ReclaimReport(done=False, why="the engine was not loaded to be parked")
         if feature not in package.features:
             return ReclaimReport(done=False, why=package.features.why_not(feature))
         async with self._quiet(active, UpdateOptions(drain_s_max=drain_s_max)):

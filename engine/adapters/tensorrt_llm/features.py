@@ -46,6 +46,8 @@ def detect(importer: Importer = importlib.import_module) -> Features:
     for entry in POINTS:
         if entry.feature not in lacking and (problem := mismatch(entry, importer)):
             lacking[entry.feature] = problem
+        if entry.extra and (problem := _extra_mismatch(entry, importer)):
+            lacking.setdefault(entry.extra[1], problem)
     for feature in _FEATURES:
         needed = _NEEDS.get(feature)
         if needed in lacking:
@@ -79,6 +81,16 @@ def mismatch(entry: Point, importer: Importer) -> str:
     if not callable(found):
         return f"{entry.name} is not callable"
     return _call_mismatch(entry, found, importer)
+
+
+def _extra_mismatch(entry: Point, importer: Importer) -> str:
+    """Why the extra parameter cannot be passed; a function that is not there at all is no matter of its parameters."""
+    assert entry.extra is not None
+    if mismatch(entry, importer):
+        return ""
+    name = entry.extra[0]
+    parameters = _parameters(entry, resolve(entry.name, importer), importer)
+    return "" if name in parameters else f"{entry.name} has no parameter {name}"
 
 
 def _field(name: str, importer: Importer) -> Any:

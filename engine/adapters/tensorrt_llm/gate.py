@@ -20,12 +20,17 @@ class Gate:
         self._open = asyncio.Event()
         self.waiting = 0
 
+    @property
+    def closed(self) -> bool:
+        """Whether requests are held back."""
+        return not self._open.is_set()
+
     async def admit(self) -> Resident:
         """Wait until the gate is open and enter the active generation."""
         self.waiting += 1
         try:
             # Closed again before this request had its turn: it waits on.
-            while not self._open.is_set():
+            while self.closed:
                 await self._open.wait()
         finally:
             self.waiting -= 1

@@ -36,6 +36,7 @@ async def update_in_place(
         EngineFailedError: it is neither; it must not serve.
     """
     assert resident.running == 0
+    previous = resident.generation
     pausing = "pause" in features
     if pausing:
         # Nothing of ours runs; this keeps out whoever else holds the object.
@@ -44,16 +45,18 @@ async def update_in_place(
         await _write(resident.llm, target, source)
         if pausing:
             await resident.llm.resume_generation()
+        # Before the probe: what it leaves in the reuse cache belongs to the new generation.
+        resident.generation = generation
         await probe(resident)
     except Exception as error:
         # Vendor code: it may fail in any way.
+        resident.generation = previous
         what = f"the update failed ({type(error).__name__}: {error})"
         await or_failed(_write(resident.llm, resident.artifact, source), f"{what}, and writing the old weights back")
         if pausing:
             await or_failed(resident.llm.resume_generation(), f"{what}, and then resume_generation")
         raise UpdateFailedError(f"generation {resident.generation} serves, its weights written back; {what}") from error
     resident.artifact = target
-    resident.generation = generation
 
 
 async def _write(llm: Any, artifact: Artifact, source: WeightSource) -> None:

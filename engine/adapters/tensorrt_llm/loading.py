@@ -89,6 +89,7 @@ async def load_resident(package: Package, artifact: Artifact, generation: int, o
         asynchronous=asynchronous,
         sampling_params=package[SAMPLING_PARAMS],
         logprobs=options.logprobs,
+        salted="salt" in package.features,
     )
 
 

@@ -29,6 +29,7 @@ class Resident:
         asynchronous: whether ``llm`` is an ``AsyncLLM``, which alone can be updated.
         sampling_params: the ``SamplingParams`` class.
         logprobs: whether ``llm`` was loaded so that it can report them.
+        salted: whether requests can be kept apart in the reuse cache; then each generation has its own part of it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Resident:
         asynchronous: bool,
         sampling_params: Callable[..., Any],
         logprobs: bool,
+        salted: bool,
     ) -> None:
         self.generation = generation
         self.artifact = artifact
@@ -47,6 +49,7 @@ class Resident:
         self.asynchronous = asynchronous
         self._sampling_params = sampling_params
         self._logprobs = logprobs
+        self._salted = salted
         self._running = 0
         self._results: set[Any] = set()
         self._idle = asyncio.Event()
@@ -89,10 +92,11 @@ class Resident:
         self._refuse_impossible(request)
         arguments = sampling_arguments(request, new_seed)
         generation, tokens = self.generation, TokenStream(request)
+        salt = {"cache_salt": str(generation)} if self._salted else {}
         result = None
         try:
             result = self.llm.generate_async(
-                inputs=list(request.prompt), sampling_params=self._sampling_params(**arguments), streaming=True
+                inputs=list(request.prompt), sampling_params=self._sampling_params(**arguments), streaming=True, **salt
             )
             self._results.add(result)
             async for output in result:

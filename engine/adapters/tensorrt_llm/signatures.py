@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Feature = Literal[
-    "core", "engine_set", "checkpoint", "async", "in_place", "pause", "reuse_reset", "park", "sleep_config"
+    "core", "engine_set", "checkpoint", "salt", "async", "in_place", "pause", "reuse_reset", "park", "sleep_config"
 ]
 
 
@@ -41,6 +41,7 @@ class Point:
         fields: further keywords that a ``**kwargs`` takes on behalf of ``fields_of``.
         fields_of: the pydantic model whose fields these are.
         omitted: parameters the adapter relies on leaving out, so they must have a default.
+        extra: a parameter that is only passed where it exists, and the feature that it makes.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Point:
     fields: tuple[str, ...] = ()
     fields_of: str = ""
     omitted: tuple[str, ...] = ()
+    extra: tuple[str, Feature] | None = None
 
 
 _LLM = Source("", "4c05a74891e4df8066f08ed4ce14b0972abe4e25", "tensorrt_llm/llmapi/llm.py")
@@ -92,8 +94,9 @@ _SAMPLING_FIELDS = (
 
 def _llm(name: str, feature: Feature) -> tuple[Point, ...]:
     """The methods that every LLM class has."""
+    generate = ("inputs", "sampling_params", "streaming")
     return (
-        Point(f"{name}.generate_async", feature, "function", _LLM, ("inputs", "sampling_params", "streaming")),
+        Point(f"{name}.generate_async", feature, "function", _LLM, generate, extra=("cache_salt", "salt")),
         Point(f"{name}.get_stats_async", feature, "function", _LLM, ("timeout",)),
         Point(f"{name}.shutdown", feature, "function", _LLM),
     )

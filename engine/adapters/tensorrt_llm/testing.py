@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Container, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ class FakePackage:
     """The package, its GPUs and its workers.
 
     Args:
-        without: names of points this version does not have.
+        without: names of points this version does not have; for a parameter of its own, the name of its feature.
         version: what ``__version__`` says.
         device_bytes: memory of each of eight GPUs.
         missing: the package is not installed at all.
@@ -80,7 +81,15 @@ class FakePackage:
         self._devices = devices
         self._held = False
         self._turn = asyncio.Event()
-        self._modules = strict_modules([entry for entry in POINTS if entry.name not in without], self)
+        self._without = without
+        self._modules = strict_modules(
+            [
+                replace(entry, extra=None) if entry.extra and entry.extra[1] in without else entry
+                for entry in POINTS
+                if entry.name not in without
+            ],
+            self,
+        )
 
     def importer(self, name: str) -> Any:
         """In place of :func:`importlib.import_module`."""
@@ -142,6 +151,8 @@ class FakePackage:
         fields = {f"{entry.fields_of}.{name}": name for name in arguments}
         optional = {fields[other.name] for other in POINTS if other.name in fields}
         self.touched |= {f"{entry.fields_of}.{name}" for name in optional}
+        if entry.extra and entry.extra[1] not in self._without:
+            optional.add(entry.extra[0])
         if unknown := arguments.keys() - {*entry.parameters, *entry.fields, *optional}:
             raise TypeError(f"{entry.name} got an unexpected argument {min(unknown)!r}")
         if do := self.at.pop(entry.name, None):
@@ -175,7 +186,7 @@ class FakeEngine:
         # Only the sizes in build.json count, so that a test may claim a large model.
         manifest = json.loads((folder / "build.json").read_bytes())
         self.bytes = sum(e["size_bytes"] for e in manifest["files"] if e["path"] in {path.name for path in files})
-        self.reuse: dict[tuple[int, ...], str] = {}
+        self.reuse: dict[tuple[str, tuple[int, ...]], str] = {}
         self.received: dict[bytes, bytes] = {}
         self.paused = self.parked = False
         self.running = self.steps = 0
@@ -186,12 +197,14 @@ class FakeEngine:
     def setup_async(self) -> None:
         """Workers start with the constructor here."""
 
-    def generate_async(self, inputs: list[int], sampling_params: Any, streaming: bool) -> Any:
+    def generate_async(self, inputs: list[int], sampling_params: Any, streaming: bool, cache_salt: str = "") -> Any:
         """Start a request."""
         assert streaming
         if self.paused or self.parked or self not in self.package.live:
             raise RuntimeError("not serving")
-        return self.package.importer("tensorrt_llm.llmapi").RequestOutput(_Request(self, inputs, sampling_params))
+        return self.package.importer("tensorrt_llm.llmapi").RequestOutput(
+            _Request(self, inputs, sampling_params, cache_salt)
+        )
 
     async def get_stats_async(self, timeout: float) -> AsyncIterator[dict[str, Any]]:  # noqa: ASYNC109 - their name
         """The newest iteration; the real one waits ``timeout`` seconds for another."""
@@ -250,10 +263,11 @@ class FakeEngine:
 class _Request:
     """State behind a ``RequestOutput``."""
 
-    def __init__(self, engine: FakeEngine, prompt: Sequence[int], sampling: Any) -> None:
+    def __init__(self, engine: FakeEngine, prompt: Sequence[int], sampling: Any, salt: str) -> None:
         self.engine = engine
         self.sampling: dict[str, Any] = sampling.arguments
         self.prompt = tuple(prompt)
+        self.salt = salt
         self.tokens: list[int] = []
         self.finish: str | None = None
         self.aborted = False
@@ -261,7 +275,7 @@ class _Request:
     async def run(self, output: Any) -> AsyncIterator[Any]:
         engine = self.engine
         # A block found under this prompt carries the weights it was computed with.
-        digest = engine.reuse.setdefault(self.prompt, engine.digest)
+        digest = engine.reuse.setdefault((self.salt, self.prompt), engine.digest)
         engine.running += 1
         try:
             while self.finish is None:

@@ -73,6 +73,8 @@ def _function(entry: Point, behaviour: Behaviour) -> Callable[..., Any]:
     kinds = inspect.Parameter
     parameters = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)] if is_method else []
     parameters += [kinds(name, kinds.KEYWORD_ONLY, default=None) for name in entry.parameters]
+    if entry.extra:
+        parameters.append(kinds(entry.extra[0], kinds.KEYWORD_ONLY, default=None))
     if entry.fields:
         parameters.append(kinds("kwargs", kinds.VAR_KEYWORD))
     function.__signature__ = inspect.Signature(parameters)
