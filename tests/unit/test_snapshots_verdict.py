@@ -22,6 +22,7 @@ from snapshots.model import (
     Region,
     TensorState,
 )
+from snapshots.noise import IdleNoise
 from snapshots.verdict import (
     OUTCOME_OF,
     DeclaredEffects,
@@ -267,6 +268,26 @@ def test_steps_are_stated() -> None:
     verdict = judged(growth=grown(flat(), flat(steps=(Step(7, 12 << 20),))))
     assert verdict.outcome == "commit"
     assert "rose once by 12.0 MiB" in only(verdict, "expected").what
+
+
+@pytest.mark.parametrize(
+    ("idle_bytes", "after", "effect"),
+    [
+        (0, flat(), "unchanged"),
+        (10**9, flat(), "unchanged"),
+        (0, _LEAK, "growth"),
+        (flat().requests * (16 << 10) - 8192 * flat().requests, _LEAK, "growth"),
+        (flat().requests * (16 << 10), _LEAK, "unknown"),
+        (flat().requests * (16 << 10), flat(64 << 10), "growth"),
+    ],
+)
+def test_noise_of_the_idle_process_turns_growth_into_unknown_and_never_excuses_it(
+    idle_bytes: int, after: GrowthEstimate, effect: Effect
+) -> None:
+    evidence = GrowthEvidence(flat(), after, IdleNoise(idle_bytes, 3))
+    verdict = judged(growth={**_QUIET, "front": evidence})
+    finding = next(f for f in verdict.findings if f.subject == "memory per request of front")
+    assert (finding.effect, verdict.outcome) == (effect, OUTCOME_OF[effect])
 
 
 def test_a_role_that_was_not_sampled_holds() -> None:
