@@ -145,16 +145,22 @@ class TensorState:
     """One named parameter or buffer.
 
     Attributes:
-        digest: hex xxh3_128 of its bytes.
+        digest: hex xxh3_128 of its bytes; with ``chunks``, the digest over those
+            (:func:`snapshots.tensor_chunks.whole_digest`).
         dtype: as the engine names it, e.g. ``float32``.
         shape: dimensions.
         alias: name of the tensor whose storage it shares (tied weights), "" if it has its own.
+        chunks: 16 bytes per chunk of 1 MiB, packed: they tell where in the tensor it changed. Empty when unknown.
+        hash: how chunks are hashed: ``xxh3`` from host memory, ``nh`` on the device. Digests of different kinds
+            can't be compared: such tensors count as changed.
     """
 
     digest: str
     dtype: str
     shape: tuple[int, ...]
     alias: str = ""
+    chunks: bytes = b""
+    hash: Literal["xxh3", "nh"] = "xxh3"
 
 
 @dataclass(frozen=True, slots=True)
