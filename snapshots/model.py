@@ -153,6 +153,8 @@ class TensorState:
         chunks: 16 bytes per chunk of 1 MiB, packed: they tell where in the tensor it changed. Empty when unknown.
         hash: how chunks are hashed: ``xxh3`` from host memory, ``nh`` on the device. Digests of different kinds
             can't be compared: such tensors count as changed.
+        derived: a buffer that the engine computes from the build's configuration; no file of the build holds it, so
+            no patch can declare it.
     """
 
     digest: str
@@ -161,6 +163,7 @@ class TensorState:
     alias: str = ""
     chunks: bytes = b""
     hash: Literal["xxh3", "nh"] = "xxh3"
+    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,19 @@ def _describe(change: TensorChange) -> tuple[str, str]:
     return sides[0], sides[1]
 
 
+def _derived(change: TensorChange) -> bool:
+    """Computed by the engine on every side that has it; a stored weight never passes for one."""
+    return all(state.derived for state in (change.before, change.after) if state is not None)
+
+
 def exchange_findings(diff: TensorDiff, declared: tuple[str, ...]) -> Iterator[Finding]:
     """Old generation before the swap against the new one after the bake: only what was declared may differ."""
     for change in diff.changes:
         before, after = _describe(change)
-        if matches(change.name, declared):
+        if _derived(change):
+            what = f"computed from the build's configuration ({change.event})"
+            yield Finding("expected", f"tensor {change.name}", what, before, after)
+        elif matches(change.name, declared):
             yield Finding("expected", f"tensor {change.name}", f"declared change ({change.event})", before, after)
         else:
             yield Finding(

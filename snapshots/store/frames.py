@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from blake3 import blake3
 
-CHUNK_BYTES: Final = 1 << 20
+from snapshots.tensor_chunks import CHUNK_BYTES
 
 _RAW: Final = b"\x00"
 _ZSTD: Final = b"\x01"

@@ -35,7 +35,7 @@ class TensorContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The bytes of one named tensor.
 
     Attributes:
-        digest: hex xxh3_128 of the whole, equal to the tensor's state.
+        digest: of the whole, equal to the tensor's state.
     """
 
     generation: int

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import xxhash
-
 from snapshots.store.chunks import ChunkFiles
 from snapshots.store.errors import StoreError
-from snapshots.store.frames import CHUNK_BYTES, chunk_name
+from snapshots.store.frames import chunk_name
 from snapshots.store.manifest import Blob
+from snapshots.tensor_chunks import CHUNK_BYTES, TensorHasher
 
 # Chunks written and synced together: enough to keep the disk busy, and at most 32 MiB of memory.
 _BATCH = 32
@@ -21,7 +20,7 @@ class TensorSource:
     """Where the bytes of one tensor come from.
 
     Attributes:
-        digest: hex xxh3_128 of its bytes as they were just hashed.
+        digest: of its bytes as they were just hashed, see :class:`snapshots.tensor_chunks.TensorHasher`.
         read: yields them in order, all pieces ``CHUNK_BYTES`` long but the last; a piece is valid until the next.
     """
 
@@ -56,7 +55,7 @@ class ContentWriter:
         Raises:
             StoreError: ``snapshot.tensor_changed``: its bytes are not those that were hashed.
         """
-        hasher = xxhash.xxh3_128()
+        hasher = TensorHasher()
 
         def hashed() -> Iterator[bytes | memoryview]:
             for piece in source.read():

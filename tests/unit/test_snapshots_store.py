@@ -18,11 +18,11 @@ import pytest
 
 from snapshots.store import frames
 from snapshots.store.errors import StoreError
-from snapshots.store.frames import CHUNK_BYTES
 from snapshots.store.retention import RetentionLimits
 from snapshots.store.store import SnapshotStore
 from snapshots.store.testing import QuickDisk, add_sample, sample_snapshot, sources_of, tensors_of
 from snapshots.store.writer import pieces_of
+from snapshots.tensor_chunks import CHUNK_BYTES
 
 _TENSORS = {"a": bytes(range(256)) * 3, "b": b"\x07" * 500}
 

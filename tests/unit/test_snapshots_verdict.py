@@ -112,6 +112,16 @@ def test_undeclared_tensor_change_between_builds_rolls_back(tensor: TensorState 
     assert finding.before != finding.after
 
 
+def test_a_buffer_computed_from_the_configuration_may_differ_between_builds_and_never_while_resident() -> None:
+    old, new = (replace(one, derived=True) for one in (_W, _V))
+    first, second = with_tensor(_OLD, "buffers.cos", old), with_tensor(_NEW, "buffers.cos", new)
+    assert judged(host(1, first, second), host(2, first, second)).outcome == "commit"
+    spoiled = with_tensor(second, "buffers.cos", replace(old, digest="cc" * 16))
+    assert judged(host(1, first, second), host(2, first, spoiled)).outcome == "rollback"
+    stored = with_tensor(_NEW, "buffers.cos", _V)
+    assert judged(host(1, first, stored), host(2, first, stored)).outcome == "rollback"
+
+
 def test_undeclared_new_tensor_rolls_back() -> None:
     changed = with_tensor(_NEW, "model.extra", _V)
     verdict = judged(host(1, _OLD, changed), host(2, _OLD, changed))
