@@ -121,6 +121,8 @@ class ProcessSnapshot:
         role: ``front`` or ``engine``.
         start_ticks: start time in clock ticks since boot; with ``pid`` it guards against pid reuse.
         anonymous_bytes: resident anonymous memory plus what of it was swapped out.
+        pss_bytes: resident memory with shared pages divided among their users; 0 where it was not measured (tracked
+            captures after the first: the kernel takes 17 ms per GiB for it).
         scan: the write-tracking scan, or None when no tracker was used.
     """
 

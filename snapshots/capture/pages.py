@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from snapshots.capture import kernel
 from snapshots.capture.reader import PageNumbers
-from snapshots.capture.vmas import reading, start_ticks
-from snapshots.model import TrackerScan
+from snapshots.capture.vmas import Mapping, reading, start_ticks
+from snapshots.model import RegionKind, TrackerScan
 
 # Runs fetched per PAGEMAP_SCAN: 96 KiB of buffer; 1 % dirty of 1 GiB takes one call.
 _RUNS_PER_SCAN = 4096
@@ -27,10 +27,12 @@ _ENTRIES_PER_READ = 1 << 18
 _ENTRY_RESIDENT = np.uint64(3 << 62)  # present, or swapped
 _ENTRY_FILE = np.uint64(1 << 61)
 
+_Runs = npt.NDArray[np.uint64]
 _NO_PAGES: PageNumbers = np.zeros(0, dtype=np.uint64)
+_NO_RUNS: _Runs = np.zeros((0, 3), dtype=np.uint64)
 
 
-def _expand(runs: npt.NDArray[np.uint64]) -> PageNumbers:
+def _expand(runs: _Runs) -> PageNumbers:
     """``(n, 3)`` address runs to ascending page numbers."""
     first = runs[:, 0] >> np.uint64(kernel.PAGE_SHIFT)
     length = (runs[:, 1] - runs[:, 0]) >> np.uint64(kernel.PAGE_SHIFT)
@@ -99,10 +101,31 @@ class PagemapScanner:
                 raise
             return self._resident_by_entries(start, end, private_file=private_file)
 
+    def present_runs(self, start: int, end: int) -> _Runs:
+        """Runs of pages in memory, u64 ``[runs, 3]``: start, end, and FILE where they are a file's or shared.
+
+        Raises:
+            OSError: ENOTTY where the kernel has no PAGEMAP_SCAN.
+        """
+        return self._scan_runs(start, end, require=kernel.PRESENT, exclude=kernel.never_content(), returned=kernel.FILE)
+
     def _scan(
         self, start: int, end: int, *, require: int = 0, exclude: int = 0, any_of: int = 0, flags: int = 0
     ) -> PageNumbers:
-        parts: list[PageNumbers] = []
+        return _expand(self._scan_runs(start, end, require=require, exclude=exclude, any_of=any_of, flags=flags))
+
+    def _scan_runs(
+        self,
+        start: int,
+        end: int,
+        *,
+        require: int = 0,
+        exclude: int = 0,
+        any_of: int = 0,
+        returned: int | None = None,
+        flags: int = 0,
+    ) -> _Runs:
+        parts: list[_Runs] = []
         found = _RUNS_PER_SCAN
         while start < end and found == _RUNS_PER_SCAN:
             found = kernel.pagemap_scan(
@@ -112,14 +135,15 @@ class PagemapScanner:
                 require=require,
                 exclude=exclude,
                 any_of=any_of,
+                returned=returned,
                 flags=flags,
                 vec_address=self._runs.ctypes.data,
                 vec_len=_RUNS_PER_SCAN,
             )
             if found:
-                parts.append(_expand(self._runs[:found]))
+                parts.append(self._runs[:found].copy())
                 start = int(self._runs[found - 1, 1])
-        return np.concatenate(parts) if parts else _NO_PAGES
+        return np.concatenate(parts) if parts else _NO_RUNS
 
     def _resident_by_entries(self, start: int, end: int, *, private_file: bool) -> PageNumbers:
         """The same from the classic pagemap, 8 bytes a page: kernels before 6.7."""
@@ -139,6 +163,9 @@ class WriteTracker(PagemapScanner):
     """Counts the scans of one armed process, so that a diff knows which writes lie between two captures.
 
     Every capture with this tracker marks the written pages clean, so one process has one tracker.
+
+    Attributes:
+        kinds: of the mapped files, as ``smaps`` last told them: see :mod:`snapshots.capture.listing`.
     """
 
     def __init__(self, pid: int) -> None:
@@ -149,6 +176,7 @@ class WriteTracker(PagemapScanner):
         """
         super().__init__(pid)
         self.start_ticks = start_ticks(pid)
+        self.kinds: dict[Mapping, RegionKind] = {}
         self._session = secrets.token_hex(4)
         self._scans = 0
 

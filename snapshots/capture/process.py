@@ -11,14 +11,13 @@ import numpy as np
 from snapshots.capture.blind_spots import BlindSpots, children, device_writes
 from snapshots.capture.errors import CaptureError, ProcessGoneError
 from snapshots.capture.kernel import PAGE_SHIFT
+from snapshots.capture.listing import Listing, list_regions
 from snapshots.capture.pages import PagemapScanner, WriteTracker
 from snapshots.capture.reader import PageDigests, PageNumbers, PageReader, page_set, without_zero_pages
 from snapshots.capture.shared import data_offsets, open_backing, readable_in_full
-from snapshots.capture.vmas import Mapping, Usage, read_anonymous_bytes, read_maps, read_smaps, reading, start_ticks
+from snapshots.capture.vmas import Mapping, Usage, read_anonymous_bytes, read_maps, reading, start_ticks
 from snapshots.growth import MemorySample
 from snapshots.model import PAGE_BYTES, Confidence, Gap, Method, PageSet, ProcessSnapshot, Region
-
-Listing = tuple[tuple[Mapping, Usage], ...]
 
 _NO_PAGES = PageSet()
 _NONE: PageNumbers = np.zeros(0, dtype=np.uint64)
@@ -90,7 +89,7 @@ class _Capture:
         if not mapping.private:
             return self._shared(mapping, usage)
         device_writes = self._blind.touch(mapping.start, mapping.end)
-        if self._tracked and "uw" in usage.flags and not device_writes:
+        if self._tracked and not device_writes:
             tracked = self._written(mapping)
             if tracked is not None:
                 return tracked
@@ -101,7 +100,7 @@ class _Capture:
     def _written(self, mapping: Mapping) -> _Content | None:
         assert isinstance(self._scanner, WriteTracker)
         numbers = self._scanner.written(mapping.start, mapping.end, private_file=mapping.kind == "file")
-        if numbers is None:  # remapped between listing and scanning
+        if numbers is None:  # not armed
             return None
         return _Content("write_tracking", "exact", numbers=numbers)
 
@@ -210,7 +209,7 @@ def capture_process(pid: int, role: str, *, tracker: WriteTracker | None = None)
     if tracker is not None and (tracker.pid, tracker.start_ticks) != (pid, began):
         raise ProcessGoneError(pid, "the tracker was opened for another process")
     scan = tracker.next_scan() if tracker is not None else None
-    listed = read_smaps(pid)
+    listed = list_regions(pid, tracker)
     scanner = tracker if tracker is not None else PagemapScanner(pid)
     try:
         with reading(pid):

@@ -223,6 +223,15 @@ def read_anonymous_bytes(pid: int) -> int:
     return usage.anonymous_bytes + usage.swap_bytes
 
 
+def read_swap_bytes(pid: int) -> int:
+    """Memory of a process that is swapped out.
+
+    Raises:
+        CaptureError: see :func:`reading`.
+    """
+    return _read_figures(pid, "status", frozenset(("VmSwap",)))["VmSwap"] * _KIB
+
+
 def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks since boot: with the pid it names one process for good.
 

@@ -287,14 +287,14 @@ def test_overwritten_code_shows_as_changed_read_only_file(child: Child) -> None:
 
 
 @pytest.mark.parametrize("reap", [True, False], ids=["reaped", "zombie"])
-@pytest.mark.parametrize("stage", ["read_smaps", "children"], ids=["after listing", "at the end"])
+@pytest.mark.parametrize("stage", ["list_regions", "children"], ids=["after listing", "at the end"])
 def test_process_dying_during_the_capture(
     child: Child, stage: str, reap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = getattr(process_module, stage)
 
-    def step_then_death(pid: int) -> tuple[object, ...]:
-        done = tuple(step(pid))
+    def step_then_death(pid: int, *more: object) -> tuple[object, ...]:
+        done = tuple(step(pid, *more))
         child.popen.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | (0 if reap else os.WNOWAIT))
         return done
@@ -320,7 +320,7 @@ def test_region_vanishing_between_listing_and_reading(child: Child, monkeypatch:
     base = int(child.run("b = new(16); put(b, range(16), 1); c = new(600); put(c, range(600), 1); r = b"))
     other = int(child.run("r = c"))
 
-    def listing_then_unmap(pid: int) -> tuple[tuple[Mapping, Usage], ...]:
+    def listing_then_unmap(pid: int, _tracker: None) -> tuple[tuple[Mapping, Usage], ...]:
         listed = read_smaps(pid)
         # Present when scanned, gone when read: only half of the second region vanishes.
         child.run("libc.munmap(ctypes.c_void_p(c + 300 * 4096), ctypes.c_size_t(300 * 4096))")
@@ -333,7 +333,7 @@ def test_region_vanishing_between_listing_and_reading(child: Child, monkeypatch:
                 child.run("libc.munmap(ctypes.c_void_p(b), ctypes.c_size_t(16 * 4096))")
             return np.arange(start >> 12, end >> 12, dtype=np.uint64) if start == other else found
 
-    monkeypatch.setattr(process_module, "read_smaps", listing_then_unmap)
+    monkeypatch.setattr(process_module, "list_regions", listing_then_unmap)
     monkeypatch.setattr(process_module, "PagemapScanner", LateUnmap)
     snapshot = capture_process(child.pid, "engine")
     assert not any(r.start == base for r in snapshot.regions)

@@ -15,6 +15,7 @@ import pytest
 
 from snapshots.capture import process as process_module
 from snapshots.capture.errors import ProcessGoneError
+from snapshots.capture.listing import list_regions
 from snapshots.capture.pages import WriteTracker
 from snapshots.capture.probe import probe
 from snapshots.capture.process import capture_process
@@ -384,6 +385,31 @@ def test_pid_that_belongs_to_another_process_afterwards(target: Target, monkeypa
     monkeypatch.setattr(process_module, "start_ticks", lambda _pid: next(ticks))
     with pytest.raises(ProcessGoneError, match="another process"):
         capture_process(target.pid, "engine")
+
+
+@tracking
+def test_quick_listing_agrees_with_smaps(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.run("b = new(300); put(b, range(0, 300, 3), 1); r = ctypes.string_at(b, 300 * 4096)[0]")  # zero pages too
+    target.run("m = mmap.mmap(-1, 8 * 4096); m[:4096] = b'x' * 4096; import json, decimal; arm_self()")
+    with WriteTracker(target.pid) as tracker:
+        slow = list_regions(target.pid, tracker)
+
+        def never(pid: int) -> None:
+            raise AssertionError("smaps was read again")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("snapshots.capture.listing.read_smaps", never)
+            quick = list_regions(target.pid, tracker)
+            target.run("c = fill(new(50), 50)")  # plain memory needs no second look
+            assert len(list_regions(target.pid, tracker)) > len(quick)
+            target.run("f = os.memfd_create('x'); os.ftruncate(f, 4096); d = libc.mmap(None, 4096, 3, 1, f, 0)")
+            with pytest.raises(AssertionError, match="again"):  # a file does
+                list_regions(target.pid, tracker)
+    assert [mapping for mapping, _ in quick] == [mapping for mapping, _ in slow]
+    figures = [(usage.rss_bytes, usage.anonymous_bytes, usage.swap_bytes) for _, usage in slow]
+    for (mapping, usage), expected in zip(quick, figures, strict=True):
+        if mapping.kind != "special":  # not looked at
+            assert (mapping.name, usage.rss_bytes, usage.anonymous_bytes, usage.swap_bytes) == (mapping.name, *expected)
 
 
 def test_listing_names_offset_and_inode(target: Target) -> None:
