@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from snapshots.diff import HostDiff, TensorChange, TensorDiff
 from snapshots.findings import Finding, matches
+from snapshots.tensor_chunks import DIGEST_BYTES, changed_chunks
 
 
 def _describe(change: TensorChange) -> tuple[str, str]:
@@ -18,6 +19,16 @@ def _describe(change: TensorChange) -> tuple[str, str]:
         alias = f", shares {state.alias}" if state.alias else ""
         sides.append(f"{state.dtype}{list(state.shape)} {state.digest[:12]}{alias}")
     return sides[0], sides[1]
+
+
+def _place(change: TensorChange) -> str:
+    """Where in the tensor it changed, "" when that is not known."""
+    if change.before is None or change.after is None:
+        return ""
+    chunks = changed_chunks(change.before, change.after)
+    if not chunks:
+        return ""
+    return f", in {len(chunks)} of {len(change.after.chunks) // DIGEST_BYTES} MiB, first in MiB {chunks[0]}"
 
 
 def _derived(change: TensorChange) -> bool:
@@ -91,7 +102,7 @@ def resident_findings(diff: HostDiff) -> Iterator[Finding]:
             yield Finding(
                 "corruption",
                 f"tensor {change.name} of generation {generation}",
-                f"{change.event} while resident; it belongs to {role}",
+                f"{change.event} while resident{_place(change)}; it belongs to {role}",
                 before,
                 after,
                 "look for code that writes weights in place (out=, copy_, an optimiser step)",

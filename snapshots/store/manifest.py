@@ -35,11 +35,13 @@ class TensorContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The bytes of one named tensor.
 
     Attributes:
+        address: where it lay in the engine's memory.
         digest: of the whole, equal to the tensor's state.
     """
 
     generation: int
     name: str
+    address: int
     digest: str
     content: Blob
 

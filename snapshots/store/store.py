@@ -201,7 +201,7 @@ class SnapshotStore:
         for source in sources:
             key = (source.digest, source.size_bytes)
             known[key] = writer.reuse(known[key]) if key in known else writer.tensor(source)
-            tensors.append(TensorContent(source.generation, source.name, source.digest, known[key]))
+            tensors.append(TensorContent(source.generation, source.name, source.address, source.digest, known[key]))
         pages = writer.blob(pieces_of(packed))
         writer.flush()
         if writer.new:

@@ -40,6 +40,7 @@ def sources_of(tensors: Mapping[str, bytes]) -> list[TensorSource]:
         TensorSource(
             1,
             name,
+            0x7000,
             xxhash.xxh3_128_hexdigest(data),
             len(data),
             lambda data=data: (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)),  # type: ignore[misc]

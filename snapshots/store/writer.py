@@ -20,12 +20,14 @@ class TensorSource:
     """Where the bytes of one tensor come from.
 
     Attributes:
+        address: where they lie in the process's memory.
         digest: of its bytes as they were just hashed, see :class:`snapshots.tensor_chunks.TensorHasher`.
         read: yields them in order, all pieces ``CHUNK_BYTES`` long but the last; a piece is valid until the next.
     """
 
     generation: int
     name: str
+    address: int
     digest: str
     size_bytes: int
     read: Callable[[], Iterator[bytes | memoryview]]
