@@ -109,7 +109,6 @@ def pagemap_scan(
     require: int,
     exclude: int = 0,
     any_of: int = 0,
-    returned: int | None = None,
     flags: int = 0,
     vec_address: int = 0,
     vec_len: int = 0,
@@ -123,7 +122,6 @@ def pagemap_scan(
         require: categories a page must have.
         exclude: categories a page must not have.
         any_of: categories of which a page must have one.
-        returned: categories to report; pages that differ in one come as separate runs. By default ``require``.
         flags: WP_MATCHING re-arms the pages found, in the same step; CHECK_WPASYNC refuses untracked memory.
         vec_address: array of ``struct page_region`` (three u64: start, end, categories).
         vec_len: its length; on a result equal to it, resume from the last run's end (``walk_end`` goes stale
@@ -132,7 +130,6 @@ def pagemap_scan(
     Raises:
         OSError: EPERM (CHECK_WPASYNC on untracked memory), ENOTTY (no PAGEMAP_SCAN: before 6.7), ESRCH.
     """
-    reported = require if returned is None else returned
     argument = ctypes.create_string_buffer(
         _SCAN_ARG.pack(
             _SCAN_ARG.size,
@@ -146,7 +143,7 @@ def pagemap_scan(
             exclude,
             require | exclude,
             any_of,
-            reported if vec_len else 0,
+            require if vec_len else 0,
         ),
         _SCAN_ARG.size,
     )

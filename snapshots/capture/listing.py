@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
-from snapshots.capture import kernel
 from snapshots.capture.pages import WriteTracker
 from snapshots.capture.vmas import Mapping, Usage, kind_of, read_maps, read_smaps, read_swap_bytes, reading
 
@@ -51,7 +48,8 @@ def _usage(mapping: Mapping, tracker: WriteTracker) -> Usage:
     """Figures of one mapping by a scan of its page table."""
     if mapping.kind in ("special", "device"):
         return Usage()
-    runs = tracker.present_runs(mapping.start, mapping.end)
-    size = runs[:, 1] - runs[:, 0]
-    of_file = (runs[:, 2] & np.uint64(kernel.FILE)) != 0
-    return Usage(rss_bytes=int(size.sum()), anonymous_bytes=int(size[~of_file].sum()))
+    if mapping.private and mapping.inode:  # some pages are the file's, some the process's own copies
+        own = tracker.present_bytes(mapping.start, mapping.end, without_file=True)
+        return Usage(rss_bytes=tracker.present_bytes(mapping.start, mapping.end), anonymous_bytes=own)
+    present = tracker.present_bytes(mapping.start, mapping.end)
+    return Usage(rss_bytes=present, anonymous_bytes=present if mapping.private else 0)

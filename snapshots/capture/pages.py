@@ -101,13 +101,20 @@ class PagemapScanner:
                 raise
             return self._resident_by_entries(start, end, private_file=private_file)
 
-    def present_runs(self, start: int, end: int) -> _Runs:
-        """Runs of pages in memory, u64 ``[runs, 3]``: start, end, and FILE where they are a file's or shared.
+    def present_bytes(self, start: int, end: int, *, without_file: bool = False) -> int:
+        """Memory in ``[start, end)`` that is present, zero pages left out.
+
+        Args:
+            start: address.
+            end: address.
+            without_file: leave out pages that are a file's (costs a lookup per page: five times slower).
 
         Raises:
             OSError: ENOTTY where the kernel has no PAGEMAP_SCAN.
         """
-        return self._scan_runs(start, end, require=kernel.PRESENT, exclude=kernel.never_content(), returned=kernel.FILE)
+        exclude = kernel.never_content() | (kernel.FILE if without_file else 0)
+        runs = self._scan_runs(start, end, require=kernel.PRESENT, exclude=exclude)
+        return int((runs[:, 1] - runs[:, 0]).sum())
 
     def _scan(
         self, start: int, end: int, *, require: int = 0, exclude: int = 0, any_of: int = 0, flags: int = 0
@@ -122,7 +129,6 @@ class PagemapScanner:
         require: int = 0,
         exclude: int = 0,
         any_of: int = 0,
-        returned: int | None = None,
         flags: int = 0,
     ) -> _Runs:
         parts: list[_Runs] = []
@@ -135,7 +141,6 @@ class PagemapScanner:
                 require=require,
                 exclude=exclude,
                 any_of=any_of,
-                returned=returned,
                 flags=flags,
                 vec_address=self._runs.ctypes.data,
                 vec_len=_RUNS_PER_SCAN,

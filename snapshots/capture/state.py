@@ -72,20 +72,20 @@ def hash_tensors(tensors: Mapping[str, _Bytes], *, threads_max: int = 1) -> dict
         ValueError: an array is not 1-D, contiguous and uint8.
     """
     _check(tensors)
-    chunks = {
-        name: np.empty((max(1, -(-data.nbytes // CHUNK_BYTES)), DIGEST_BYTES), np.uint8)
+    chunks = {name: bytearray(DIGEST_BYTES * max(1, -(-data.nbytes // CHUNK_BYTES))) for name, data in tensors.items()}
+    pieces = [
+        (chunks[name], data.data, index)
         for name, data in tensors.items()
-    }
-    pieces = [(chunks[name], data, index) for name, data in tensors.items() for index in range(len(chunks[name]))]
+        for index in range(len(chunks[name]) // DIGEST_BYTES)
+    ]
 
-    def work(piece: tuple[_Bytes, _Bytes, int]) -> None:
+    def work(piece: tuple[bytearray, memoryview, int]) -> None:
         out, data, index = piece
-        digest = xxhash.xxh3_128_digest(data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES].data)
-        out[index] = np.frombuffer(digest, np.uint8)
+        digest = xxhash.xxh3_128_digest(data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
+        out[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES] = digest
 
     _for_each(pieces, work, _threads(tensors, threads_max))
-    packed = {name: found.tobytes() for name, found in chunks.items()}
-    return {name: TensorDigest(whole_digest(found), found) for name, found in packed.items()}
+    return {name: TensorDigest(whole_digest(bytes(found)), bytes(found)) for name, found in chunks.items()}
 
 
 def digest_tensors(tensors: Mapping[str, _Bytes], *, threads_max: int = 1) -> dict[str, str]:
