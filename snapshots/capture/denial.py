@@ -76,7 +76,7 @@ def explain(pid: int, facts: AccessFacts) -> Denial:
         ),
         (
             True,
-            f"refused despite CAP_SYS_PTRACE: process {pid} is in another user namespace, or a security module denies it",
+            f"refused despite CAP_SYS_PTRACE: process {pid} is in another user namespace, or a security module denies",
             "run patchctl in the namespace of the process, or in a container with --cap-add SYS_PTRACE",
         ),
     )
