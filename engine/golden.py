@@ -97,4 +97,4 @@ def golden_tokens(folder: Path) -> list[int]:
         VerifyError: logits are not finite.
     """
     build = load_build(folder, device=torch.device("cpu"))
-    return list(eager_tokens(build, build.new_pool(), checkpoint=lambda: None))
+    return list(eager_tokens(build, build.golden_pool(), checkpoint=lambda: None))

@@ -91,17 +91,18 @@ class KvPool:
 
     def __init__(self, layout: KvLayout, *, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
-        self._touched: set[int] = set()
         first = FIRST_BLOCK + layout.golden_blocks
         self.golden = range(FIRST_BLOCK, first)
         self.blocks = BlockPool(range(first, first + layout.blocks), layout.block_tokens)
+        self._touched = set(range(first, first + layout.blocks))
         shape = (layout.layers, 2, first + layout.blocks, layout.block_tokens, layout.kv_heads, layout.head_dim)
         self._memory: mmap.mmap | None = None
         if device.type == "cpu":
-            # Mapped by ourselves: whole pages, untouched until used, and free blocks can be given back.
+            # Mapped by ourselves: whole pages, so that free blocks can be given back.
             size_bytes = math.prod(shape) * dtype.itemsize
             self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self.data = torch.frombuffer(self._memory, dtype=dtype).view(shape)
+            # Touched now: a pool that fills up as requests come would look like a leak to whoever watches.
+            self.data = torch.frombuffer(self._memory, dtype=dtype).view(shape).zero_()
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,11 @@ class LoadedBuild:
     def new_pool(self) -> KvPool:
         """A zeroed KV pool of this build's own."""
         return KvPool(self.kv_layout, dtype=DTYPES[self.manifest.runtime.dtype], device=self.device)
+
+    def golden_pool(self) -> KvPool:
+        """A pool for the golden prompt and nothing else."""
+        layout = dataclasses.replace(self.kv_layout, blocks=0)
+        return KvPool(layout, dtype=DTYPES[self.manifest.runtime.dtype], device=self.device)
 
     def new_buffers(self) -> StepBuffers:
         """Static inputs and outputs for every bucket."""

@@ -181,7 +181,7 @@ def _copied(
         raise LoadError("commit mode copy needs equal model configuration and runtime options")
     report(Event.WARMED, active.graphs.execs)
     report(Event.CAPTURED)
-    golden = eager_tokens(build, build.new_pool(), checkpoint=checkpoint)
+    golden = eager_tokens(build, build.golden_pool(), checkpoint=checkpoint)
     installed = load_build(active.build.folder, device=_CPU, expected_digest=active.digest, checkpoint=checkpoint)
     active.graphs.join(number, build.model.weights, installed.model.weights, checkpoint)
     return Generation(number, build, active.pool, active.graphs, golden)

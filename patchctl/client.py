@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,16 +41,30 @@ class AgentClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._http.close()
 
-    def deploy(self, patch: Path, attestations: Path) -> Iterator[dict[str, Any]]:
-        """Upload a patch with its attestations and follow the transaction's events to the end."""
+    def deploy(self, patch: Path, attestations: Path, swap: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Upload a patch with its attestations and follow the transaction's events to the end.
+
+        ``swap`` holds what differs from the defaults of the agent's ``SwapOptions``.
+        """
         op_id = uuid.uuid4().hex
         for part, path in (("patch", patch), ("attestations", attestations)):
             self._upload(f"/v1/uploads/{op_id}/{part}", path)
-        yield from self._events("/v1/deploy", {"op_id": op_id})
+        yield from self._events("/v1/deploy", {"op_id": op_id, "swap": swap})
 
     def rollback(self, to: int | None) -> Iterator[dict[str, Any]]:
         """Return to a recorded generation and follow the events to the end."""
         yield from self._events("/v1/rollback", {"op_id": uuid.uuid4().hex, "to": to})
+
+    def reclaim(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Set the engine's memory reclaim hook; what the engine says about it."""
+        try:
+            response = self._http.post("/v1/engine/reclaim", json=request)
+        except httpx.HTTPError as error:
+            raise unreachable(self._agent, error) from error
+        if response.is_error:
+            raise refusal(response.status_code, response.content)
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def _upload(self, url: str, path: Path) -> None:
         try:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
+from engine.wire import Reclaim
 from patchctl import __version__
 from patchctl.agent.context import HostContext
 from patchctl.agent.deploy import Deploy
 from patchctl.agent.inbox import Inbox
 from patchctl.agent.operation import Operation
+from patchctl.agent.requests import ReclaimRequest, SwapOptions
 from patchctl.agent.rollback import OperatorRollback
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.journal.journal import Journal
@@ -24,9 +25,9 @@ from patchctl.transaction.machine import EXIT_CODES, Kind, Step
 from patchctl.transaction.runner import Ending, StepFunction, run_transaction
 
 _POLL_S = 0.2
-# A build that cannot stay up must not be restarted for ever: five tries a minute, then the agent ends.
-_RESTARTS_MAX = 5
-_RESTART_WINDOW_S = 60.0
+# Worth another try, within the restart budget; whatever else stops a restart will stop the next one too.
+_TRY_AGAIN = frozenset({"host.process_gone", "host.spawn_failed"})
+_log = logging.getLogger(__name__)
 
 
 class Work(Protocol):
@@ -47,7 +48,6 @@ class Agent:
         self._url = url
         self._operations: dict[str, Operation] = {}
         self._worker: threading.Thread | None = None
-        self._restarts: deque[float] = deque(maxlen=_RESTARTS_MAX)
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self.failed: PatchctlError | None = None
         self.on_failed: Callable[[], None] = lambda: None
@@ -78,9 +78,9 @@ class Agent:
 
     # -- operations
 
-    def deploy(self, op_id: str, actor: str) -> Operation:
+    def deploy(self, op_id: str, actor: str, options: SwapOptions) -> Operation:
         """Start a deploy of the upload ``op_id``, or join the one already running under that id."""
-        return self._run(Kind.DEPLOY, op_id, actor, lambda record: Deploy(self._context, record))
+        return self._run(Kind.DEPLOY, op_id, actor, lambda record: Deploy(self._context, record, options))
 
     def rollback(self, op_id: str, actor: str, to: int | None) -> Operation:
         """Start a rollback to generation ``to`` (None: the build before)."""
@@ -125,6 +125,11 @@ class Agent:
             "error": None if ending.error is None else ending.error.as_dict(),
         }
 
+    def reclaim(self, request: ReclaimRequest) -> dict[str, Any]:
+        """Set the engine's memory reclaim hook at run time; what the engine says about it."""
+        message = Reclaim(policy=request.policy, high=request.high, low=request.low, now=request.now)
+        return self._context.host.reclaim(message)
+
     # -- questions
 
     def status(self) -> dict[str, Any]:
@@ -148,16 +153,15 @@ class Agent:
         }
 
     def _processes(self) -> dict[str, Any]:
-        """Pids and request counters; empty while the processes are being replaced."""
+        """Pids, restarts and request counters; what is being replaced is left out."""
         host = self._context.host
         try:
             front = host.front_stats()
-            return {
-                "processes": host.processes.pids,
-                "requests": {name: front[f"requests_{name}"] for name in ("completed", "failed", "cancelled")},
-            }
+            requests = {name: front[f"requests_{name}"] for name in ("completed", "failed", "cancelled")}
         except PatchctlError:
-            return {"processes": {}, "requests": {}}
+            requests = {}
+        restarts = {role: max(0, count - 1) for role, count in host.processes.starts.items()}
+        return {"processes": host.processes.pids, "restarts": restarts, "requests": requests}
 
     def transaction(self, identifier: str) -> dict[str, Any]:
         """One transaction with its steps.
@@ -179,44 +183,30 @@ class Agent:
 
     # -- supervision
 
-    def restart(self) -> None:
-        """Replace both processes and serve the last committed build.
-
-        Raises:
-            PatchctlError: the committed build cannot be loaded: nothing serves, a human must act.
-        """
-        context = self._context
-        committed = self.journal.committed()
-        assert committed is not None
-        context.watch.pause()
-        context.host.stop()
-        context.host.start(committed.number, context.store.path(committed.digest), committed.digest)
-        context.watch.resume()
-
     def _supervise(self) -> None:
-        while not self._context.stopping.wait(_POLL_S):
-            try:
-                dead = self._context.host.processes.dead()
-            except PatchctlError:
+        """Replace a process that ended or does not answer; the other one keeps running."""
+        stopping, host = self._context.stopping, self._context.host
+        while not stopping.wait(_POLL_S):
+            if not host.processes.lost():
                 continue
-            if not dead:
-                continue
-            now = time.monotonic()
-            if len(self._restarts) == _RESTARTS_MAX and now - self._restarts[0] < _RESTART_WINDOW_S:
-                self._give_up(f"the {dead} process died {_RESTARTS_MAX + 1} times within {_RESTART_WINDOW_S:.0f} s")
-                return
-            self._restarts.append(now)
             try:
-                self.restart()
+                restored = self._context.restore()
             except PatchctlError as error:
-                self._give_up(str(error))
-                return
+                if stopping.is_set():
+                    return
+                _log.warning("%s", error)
+                if error.code not in _TRY_AGAIN:
+                    self._give_up(error)
+                    return
+                continue
+            for role, why in restored.replaced.items():
+                _log.warning("the %s process was replaced (%s)", role, why)
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, error: PatchctlError) -> None:
         self.failed = PatchctlError(
             code="host.cannot_serve",
             what="the engine host stopped",
-            why=why,
+            why=error.why,
             exit_code=ExitCode.ROLLBACK_INCOMPLETE,
             serving="nothing from this host: take it out of rotation",
             next_command="patchctl history; then patchctl engine serve …",

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from patchctl.agent.requests import DeployRequest, ReclaimRequest, RollbackRequest
 from patchctl.errors import ExitCode, PatchctlError
 
 if TYPE_CHECKING:
@@ -39,19 +40,6 @@ _HTTP_STATUS = {
 }
 
 _T = TypeVar("_T")
-
-
-class DeployRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /v1/deploy``."""
-
-    op_id: str
-
-
-class RollbackRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /v1/rollback``; ``to`` names a generation, None means the one before."""
-
-    op_id: str
-    to: int | None = None
 
 
 def create_app(agent: Agent) -> Starlette:
@@ -84,7 +72,7 @@ def create_app(agent: Agent) -> Starlette:
     async def deploy(request: Request) -> Response:
         body = await _body(request, DeployRequest)
         _op_id(body.op_id)
-        operation = await run_in_threadpool(agent.deploy, body.op_id, _actor(request))
+        operation = await run_in_threadpool(agent.deploy, body.op_id, _actor(request), body.swap)
         return _stream(operation.follow(_HEARTBEAT_S))
 
     async def rollback(request: Request) -> Response:
@@ -92,6 +80,10 @@ def create_app(agent: Agent) -> Starlette:
         _op_id(body.op_id)
         operation = await run_in_threadpool(agent.rollback, body.op_id, _actor(request), body.to)
         return _stream(operation.follow(_HEARTBEAT_S))
+
+    async def reclaim(request: Request) -> Response:
+        body = await _body(request, ReclaimRequest)
+        return JSONResponse({"schema": 1, **await run_in_threadpool(agent.reclaim, body)})
 
     return Starlette(
         routes=[
@@ -101,6 +93,7 @@ def create_app(agent: Agent) -> Starlette:
             Route("/v1/uploads/{op_id}/{part}", upload, methods=["PUT"]),
             Route("/v1/deploy", deploy, methods=["POST"]),
             Route("/v1/rollback", rollback, methods=["POST"]),
+            Route("/v1/engine/reclaim", reclaim, methods=["POST"]),
         ],
         exception_handlers={PatchctlError: _on_refusal, Exception: _on_defect},
     )

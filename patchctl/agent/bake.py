@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from patchctl.agent.context import HostContext
+from patchctl.agent.ending import Wholeness, check_on_probation
 from patchctl.agent.evidence import Evidence
 from patchctl.agent.settings import BakeLimits
 from patchctl.agent.watch import monotonic_s
@@ -34,24 +35,51 @@ def breach(before: Counters, now: Counters) -> str:
     return ""
 
 
-def bake(context: HostContext, evidence: Evidence, declared: Declared, *, generation: int) -> dict[str, Any]:
+def bake(
+    context: HostContext,
+    evidence: Evidence,
+    declared: Declared,
+    *,
+    generation: int,
+    drained: bool,
+    wholeness: Wholeness,
+) -> dict[str, Any]:
     """Wait out the settle time, then the growth window, extended while it shows nothing either way.
 
+    ``drained``: the responses still open on the old request path are those that a hard stop cut off. They
+    end as failures in a moment, and that is not the new generation's doing.
+
     Raises:
-        PatchctlError: ``bake.breach`` as soon as a failure is seen, ``bake.too_few_requests`` when traffic
-            is too thin for a verdict, ``host.stopping``.
+        PatchctlError: ``bake.breach`` as soon as the host or the engine itself sees a failure,
+            ``bake.too_few_requests`` when traffic is too thin for a verdict, ``host.process_lost``,
+            ``host.stopping``.
     """
     limits = context.settings.bake
-    before = _counters(context)
     swapped_s = monotonic_s()
+
+    def sound() -> Counters:
+        context.sleep(_LOOK_S)
+        wholeness.check()
+        return _counters(context, generation)
+
+    before = _counters(context, generation)
+    while drained and monotonic_s() - swapped_s < limits.settle_s_max and _old_responses(context, generation):
+        before = sound()
+
+    def look() -> Counters:
+        now = sound()
+        if why := breach(before, now):
+            raise _not_baked("bake.breach", why)
+        return now
+
     while (settled_s := monotonic_s() - swapped_s) < limits.settle_s_max and (
         settled_s < limits.settle_s_min or _old_responses(context, generation)
     ):
-        _look(context, before)
+        look()
     evidence.begin_after_window()
-    started, start = monotonic_s(), _counters(context)
+    started, start = monotonic_s(), _counters(context, generation)
     while True:
-        now = _look(context, before)
+        now = look()
         baked_s = monotonic_s() - started
         requests = now.requests_completed - start.requests_completed
         if requests >= limits.requests_min and baked_s >= _window_s(limits, evidence.growth_so_far(declared)):
@@ -73,16 +101,9 @@ def _window_s(limits: BakeLimits, growth: Literal["none", "shown", "unclear"]) -
     ]
 
 
-def _look(context: HostContext, before: Counters) -> Counters:
-    context.sleep(_LOOK_S)
-    now = _counters(context)
-    if why := breach(before, now):
-        raise _not_baked("bake.breach", why)
-    return now
-
-
-def _counters(context: HostContext) -> Counters:
+def _counters(context: HostContext, generation: int) -> Counters:
     front, engine = context.host.front_stats(), context.host.engine_stats()
+    check_on_probation(engine, generation)
     return Counters(front["requests_completed"], front["requests_failed"], engine["nonfinite_rows"])
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.build import read_manifest
+from engine.wire import Stage
 from patchctl.admission.engine import PolicyEngine
 from patchctl.admission.policy import PolicySet
-from patchctl.agent.host import EngineHost
+from patchctl.agent.host import EngineHost, Restored
 from patchctl.agent.inbox import Inbox
 from patchctl.agent.settings import Settings
 from patchctl.agent.watch import MemoryWatch
@@ -26,8 +28,6 @@ class HostContext:
     Attributes:
         trusted_roots: trusted root JSON by domain name; domains are never merged.
         stopping: set when the agent shuts down; a running transaction then goes back.
-        restart: replaces the process pair and serves the last committed build; the second line when
-            the exchange back fails.
     """
 
     home: Home
@@ -41,7 +41,32 @@ class HostContext:
     trusted_roots: Mapping[str, str]
     watch: MemoryWatch
     stopping: threading.Event
-    restart: Callable[[], None]
+
+    def tokenizer_differs(self, one: str, other: str) -> bool:
+        """Whether token ids of two builds may mean other text: then no response may run across a swap."""
+        digests = [
+            {
+                entry.path: entry.sha256
+                for entry in read_manifest(self.store.path(digest)).files
+                if is_tokenizer(entry.path)
+            }
+            for digest in (one, other)
+        ]
+        return digests[0] != digests[1]
+
+    def restore(self, *, drain: bool = False) -> Restored:
+        """Make both processes serve what the journal says is committed.
+
+        Raises:
+            PatchctlError: see :meth:`EngineHost.restore`.
+        """
+
+        def committed() -> Stage:
+            record = self.journal.committed()
+            assert record is not None
+            return Stage(record.number, str(self.store.path(record.digest)), record.digest)
+
+        return self.host.restore(committed, drain=drain)
 
     def check_not_stopping(self) -> None:
         """Raise when the agent is shutting down.
@@ -66,6 +91,11 @@ class HostContext:
         """
         self.stopping.wait(seconds)
         self.check_not_stopping()
+
+
+def is_tokenizer(path: str) -> bool:
+    """Whether a build's file decides what token ids mean."""
+    return path.startswith("tokenizer")
 
 
 def unix_now() -> int:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from patchctl.admission.gate import decide, require_allow
 from patchctl.admission.log import append
 from patchctl.admission.policy import PolicySet
 from patchctl.agent.bake import bake
-from patchctl.agent.context import HostContext, unix_now
+from patchctl.agent.context import HostContext, is_tokenizer, unix_now
+from patchctl.agent.ending import Wholeness, commit, go_back, release_after_commit, release_quietly
 from patchctl.agent.evidence import Evidence, record_generation
 from patchctl.agent.facts import gather
+from patchctl.agent.requests import Policy, SwapOptions
 from patchctl.agent.stager import stage_in_child
 from patchctl.agent.watch import monotonic_s
 from patchctl.bundle.declaration import changed_files
@@ -28,43 +29,42 @@ from patchctl.trust.freshness import FreshnessStore
 from patchctl.trust.verify import VerifiedStatement
 from snapshots.verdict import Finding, Verdict
 
-# A process that was replaced has forgotten the generation.
-_GONE_ALREADY = frozenset({"engine.not_ready", "front.generation_unknown", "host.process_gone"})
-
 
 @dataclass(slots=True)
 class _Staged:
     """The new generation while the transaction runs."""
 
     number: int
-    folder: Path
     old: GenerationRecord
 
 
 class Deploy:
     """One deploy: owns the patch file's descriptor from hash to use, and the staged generation."""
 
-    def __init__(self, context: HostContext, record: TransactionRecord) -> None:
+    def __init__(self, context: HostContext, record: TransactionRecord, options: SwapOptions) -> None:
         self._context = context
         self._record = record
+        self._options = options
         self._opened: PatchFile | None = None
         self._verified: VerifiedStatement | None = None
         self._loaded: _Staged | None = None
         self._admitted_unix = 0
+        self._wholeness = Wholeness(context)
         self._evidence = Evidence(context, record.id)
         self._freshness = FreshnessStore(context.home.freshness)
 
     def steps(self) -> Mapping[Step, StepFunction]:
         """The functions of the machine's steps."""
+        whole = self._wholeness.around
         return {
             Step.VERIFY: self._verify,
             Step.GATE: self._gate,
             Step.STAGE: self._stage,
-            Step.SNAPSHOT_BEFORE: self._snapshot_before,
-            Step.SWAP: self._swap,
-            Step.BAKE: self._bake,
-            Step.SNAPSHOT_AFTER: self._snapshot_after,
-            Step.VERDICT: self._verdict,
+            Step.SNAPSHOT_BEFORE: whole(self._snapshot_before),
+            Step.SWAP: whole(self._swap),
+            Step.BAKE: whole(self._bake),
+            Step.SNAPSHOT_AFTER: whole(self._snapshot_after),
+            Step.VERDICT: whole(self._verdict),
             Step.COMMIT: self._commit,
             Step.ROLLBACK: self._rollback,
             Step.DISCARD: self._discard,
@@ -93,6 +93,8 @@ class Deploy:
             base_digest=config.base_digest,
             target_digest=config.target_digest,
         )
+        if self._tokenizer_changes() and self._options.policy in ("carry", "recompute"):
+            raise _policy_refused(self._options.policy)
         serving = self._serving()
         if serving.digest != config.base_digest:
             raise PatchctlError(
@@ -152,13 +154,15 @@ class Deploy:
         context, patch = self._context, self._patch
         config, old = patch.config, self._serving()
         context.check_not_stopping()
+        self._wholeness.begin()
         self._evidence.begin_before_window()
         number = context.journal.add_generation(config.target_digest, config.target_manifest.version, self._record.id)
-        self._loaded = staged = _Staged(number, context.store.path(config.target_digest), old)
+        self._loaded = _Staged(number, old)
         started_s = monotonic_s()
         child = stage_in_child(patch.fd, context.store.path(old.digest), context.home.store)
         unpack_ms = (monotonic_s() - started_s) * 1e3
-        report = context.host.stage(number, staged.folder, config.target_digest)
+        folder, commit_mode = context.store.path(config.target_digest), self._options.commit_mode
+        report = context.host.stage(number, folder, config.target_digest, commit_mode=commit_mode)
         if report["golden"] != child["golden"]:
             raise PatchctlError(
                 code="stage.golden_differs",
@@ -168,6 +172,7 @@ class Deploy:
                 serving=UNTOUCHED,
                 next_command="patchctl history -o json",
             )
+        self._wholeness.check()
         note = f"generation {number}, {report['mode']}; unpack and golden test {unpack_ms:.0f} ms, "
         note += f"load {report['load_ms']:.0f} ms, capture and warm {report['capture_ms'] + report['warm_ms']:.0f} ms"
         return StepResult(data={"note": note, "generation": number, "unpack_ms": round(unpack_ms, 1), **report})
@@ -179,16 +184,30 @@ class Deploy:
 
     def _swap(self) -> StepResult:
         self._context.check_not_stopping()
-        data = self._context.host.swap(self._staged.number, drain=self._tokenizer_changes())
-        return StepResult(data={"note": f"exchange {data.get('exchange_us', 0):.0f} µs", **data})
+        data = self._context.host.swap(
+            self._staged.number, policy=self._policy, hard_stop_after_s=self._options.hard_stop_after_s
+        )
+        note = f"{data.get('mode', self._policy)}, exchange {data.get('exchange_us', 0):.0f} µs"
+        return StepResult(data={"note": note, "policy": self._policy, **data})
+
+    @property
+    def _policy(self) -> Policy:
+        return "drain" if self._tokenizer_changes() else self._options.policy
 
     def _tokenizer_changes(self) -> bool:
         """A running response must not decode the new build's tokens with the old build's tokenizer."""
-        return any(path.startswith("tokenizer") for path in changed_files(self._patch.config))
+        return any(is_tokenizer(path) for path in changed_files(self._patch.config))
 
     def _bake(self) -> StepResult:
         return StepResult(
-            data=bake(self._context, self._evidence, self._patch.config.declared, generation=self._staged.number)
+            data=bake(
+                self._context,
+                self._evidence,
+                self._patch.config.declared,
+                generation=self._staged.number,
+                drained=self._policy == "drain",
+                wholeness=self._wholeness,
+            )
         )
 
     def _snapshot_after(self) -> StepResult:
@@ -216,21 +235,21 @@ class Deploy:
         # not committed, which is refused as a replay later; the other order could accept it twice.
         self._freshness.accept(self._statement.predicate, context.settings.target, self._admitted_unix)
         record_generation(context, staged.number)
-        context.journal.commit_generation(staged.number, self._record.id, data)
+        commit(context, self._wholeness, staged.number, self._record.id, data)
         return StepResult(data={**data, "note": data["note"] + release_after_commit(context, staged.old.number)})
 
     # -- ways back
 
     def _rollback(self) -> StepResult:
         context, staged = self._context, self._staged
-        data = go_back(context, staged.old.number, staged.number)
+        data = go_back(context, staged.number, drain=self._tokenizer_changes())
         context.journal.drop_generation(staged.number, "rolled-back")
         return StepResult(data=data)
 
     def _discard(self) -> StepResult:
         if self._loaded is None:
             return StepResult(data={"note": "nothing was staged"})
-        _release_quietly(self._context, self._staged.number)
+        release_quietly(self._context, self._staged.number)
         self._context.journal.drop_generation(self._staged.number, "discarded")
         return StepResult(data={"note": f"generation {self._staged.number} freed; the active build never changed"})
 
@@ -258,49 +277,6 @@ class Deploy:
         return serving
 
 
-def go_back(context: HostContext, old: int, new: int) -> dict[str, Any]:
-    """Exchange back to ``old`` and free ``new``; restart on the committed build if that fails.
-
-    Raises:
-        PatchctlError: neither worked: the host serves nothing whole, a human must act.
-    """
-    try:
-        if context.host.active_generation != old or new == context.host.engine_stats()["active_generation"]:
-            data = context.host.swap(old)
-        else:
-            data = {}
-        _release_quietly(context, new)
-    except PatchctlError as error:
-        context.restart()
-        return {"note": f"exchange back failed ({error.code}); restarted on the committed build", "restarted": True}
-    note = f"generation {old} serves again"
-    if data:
-        note += f", exchange {data.get('exchange_us', 0):.0f} µs"
-    return {"note": note, "generation": old, **data}
-
-
-def release_after_commit(context: HostContext, generation: int) -> str:
-    """Free the previous generation; returns a remark when it could not be freed.
-
-    The journal names the new build by now, so nothing that happens here may undo the commit: a
-    generation that stays resident costs memory until the next restart, no more.
-    """
-    try:
-        _release_quietly(context, generation)
-    except Exception as error:
-        return f"; generation {generation} is still resident ({type(error).__name__}: {error})"
-    return ""
-
-
-def _release_quietly(context: HostContext, generation: int) -> None:
-    """Free a generation that no longer matters; a process that died has freed it already."""
-    try:
-        context.host.release(generation)
-    except PatchctlError as error:
-        if error.code not in _GONE_ALREADY:
-            raise
-
-
 def _by_allowed_signer(statements: tuple[VerifiedStatement, ...], policy: PolicySet) -> VerifiedStatement:
     """The first statement by a signer the policy lists, else the first: a stranger's line blocks nobody."""
     listed = {
@@ -325,6 +301,17 @@ def _mismatch(name: str) -> PatchctlError:
         exit_code=ExitCode.SIGNATURE,
         serving=UNTOUCHED,
         next_command="patchctl inspect FILE",
+    )
+
+
+def _policy_refused(policy: str) -> PatchctlError:
+    return PatchctlError(
+        code="swap.policy_refused",
+        what="the patch was not applied",
+        why=f"the patch changes the tokenizer: {policy} would decode the new build's tokens with the old one",
+        exit_code=ExitCode.INCOMPATIBLE,
+        serving=UNTOUCHED,
+        next_command="patchctl deploy … --policy drain",
     )
 
 

@@ -9,5 +9,5 @@ from patchctl.agent.hooks import arm_hook
 from snapshots.capture.state import digest_tensors
 
 if __name__ == "__main__":
-    data_fd, control_fd = (int(argument) for argument in sys.argv[1:])
-    sys.exit(run(data_fd, control_fd, arm=arm_hook, digest_tensors=digest_tensors))
+    attach_fd, control_fd = (int(argument) for argument in sys.argv[1:])
+    sys.exit(run(attach_fd, control_fd, arm=arm_hook, digest_tensors=digest_tensors))

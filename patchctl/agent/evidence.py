@@ -12,7 +12,8 @@ from typing import Any, Literal
 from msgspec import to_builtins
 
 from patchctl.agent.context import HostContext
-from patchctl.agent.watch import ROLES, monotonic_s
+from patchctl.agent.processes import ROLES
+from patchctl.agent.watch import monotonic_s
 from patchctl.atomic import write_atomic
 from patchctl.bundle.config import Declared
 from patchctl.errors import PatchctlError

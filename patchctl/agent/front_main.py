@@ -8,5 +8,5 @@ from engine.front.process import run
 from patchctl.agent.hooks import arm_hook
 
 if __name__ == "__main__":
-    data_fd, control_fd, listen_fd = (int(argument) for argument in sys.argv[1:])
-    sys.exit(run(data_fd, control_fd, listen_fd, arm=arm_hook))
+    attach_fd, control_fd, listen_fd = (int(argument) for argument in sys.argv[1:])
+    sys.exit(run(attach_fd, control_fd, listen_fd, arm=arm_hook))

@@ -29,6 +29,11 @@ class ControlLink:
         self._lock = threading.Lock()
         self._broken = ""
 
+    @property
+    def broken(self) -> str:
+        """Why nothing can be asked here any more, or ""."""
+        return self._broken
+
     def request(self, message: Control, timeout_s: float = REPLY_S_MAX) -> Reply:
         """Send ``message`` and wait for its reply.
 
@@ -37,7 +42,7 @@ class ControlLink:
         """
         with self._lock:
             if self._broken:
-                raise self._gone(self._broken)
+                raise self.gone(self._broken)
             self._sock.settimeout(timeout_s)
             try:
                 self._connection.send(message)
@@ -47,10 +52,10 @@ class ControlLink:
                 return msgspec.msgpack.decode(body, type=Reply)
             except TimeoutError as error:
                 self._broken = f"no answer to {type(message).__name__} within {timeout_s:.0f} s"
-                raise self._gone(self._broken) from error
+                raise self.gone(self._broken) from error
             except (OSError, FramingError, msgspec.MsgspecError) as error:
                 self._broken = str(error)
-                raise self._gone(self._broken) from error
+                raise self.gone(self._broken) from error
 
     def call(self, message: Control, timeout_s: float = REPLY_S_MAX) -> Reply:
         """As :meth:`request`, but a refusal is raised too.
@@ -71,15 +76,18 @@ class ControlLink:
 
     def close(self) -> None:
         """Close the socket; the process sees end of file and exits."""
-        self._broken = self._broken or "closed"
+        self._broken = self._broken or "its control socket is closed"
         self._connection.shutdown()
-        self._connection.close()
+        # Whoever waits for a reply was woken just now, and lets go of the descriptor before it is closed.
+        with self._lock:
+            self._connection.close()
 
-    def _gone(self, why: str) -> PatchctlError:
+    def gone(self, why: str) -> PatchctlError:
+        """The error of a process that does not answer any more."""
         return PatchctlError(
             code="host.process_gone",
             what=f"the {self.role} process did not answer",
             why=why,
-            serving="nothing for a moment; the agent restarts the last committed build",
+            serving="the last committed build, as soon as the agent has replaced the process",
             next_command="patchctl status",
         )

@@ -1,4 +1,4 @@
-"""The front and engine processes of one host: started together, stopped together."""
+"""One child process of the host, front or engine: how it is started and how it ends."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
+from engine.attach import attach_pair, send_data_socket
 from engine.wire import Stop
 from patchctl.agent.link import ControlLink
 from patchctl.errors import PatchctlError
 
+Role = Literal["front", "engine"]
+ROLES: tuple[Role, ...] = ("front", "engine")
+
 # A front finishes its open responses on Stop; after this it is killed.
 _STOP_S_MAX = 10.0
-
+# A socket pair is in the child's queue at once, unless the child is stuck with a full queue.
+_ATTACH_S_MAX = 5.0
 
 # mallopt(3): serve all but the largest buffers from one heap and keep what is freed there. A step's
 # buffers then neither cost page faults nor move resident memory up and down under the growth estimate.
@@ -27,72 +35,99 @@ _STEADY_HEAP = {
 
 
 @dataclass(slots=True)
-class Processes:
-    """A running pair and the agent's links to it."""
+class Child:
+    """A running process and the agent's ends of its control and attach sockets."""
 
-    front: subprocess.Popen[bytes]
-    engine: subprocess.Popen[bytes]
-    front_link: ControlLink
-    engine_link: ControlLink
+    role: Role
+    process: subprocess.Popen[bytes]
+    link: ControlLink
+    attach: socket.socket
 
     @property
-    def pids(self) -> dict[str, int]:
-        """Process ids by role."""
-        return {"front": self.front.pid, "engine": self.engine.pid}
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
 
-    def dead(self) -> str:
-        """The role of a process that ended, or ""."""
-        for role, process in (("engine", self.engine), ("front", self.front)):
-            if process.poll() is not None:
-                return role
-        return ""
+    @property
+    def lost(self) -> str:
+        """Why it has to be replaced: it ended, or it stopped answering; "" while it works."""
+        status = self.process.poll()
+        if status is None:
+            return self.link.broken
+        return f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
-    def stop(self) -> None:
-        """End both, politely first; returns when both are reaped."""
-        for link in (self.front_link, self.engine_link):
-            try:
-                link.request(Stop(), timeout_s=2.0)
-            except PatchctlError:
-                continue
-        self.front_link.close()
-        self.engine_link.close()
-        for process in (self.front, self.engine):
-            try:
-                process.wait(timeout=_STOP_S_MAX)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    def hand_over(self, data: socket.socket) -> None:
+        """Give it its end of a data socket.
 
-
-def start_processes(listen: socket.socket) -> Processes:
-    """Start an engine and a front that share a data socket; neither serves a build yet."""
-    data_front, data_engine = socket.socketpair()
-    front_here, front_there = socket.socketpair()
-    engine_here, engine_there = socket.socketpair()
-    there = (data_front, data_engine, front_there, engine_there)
-    # One thread a process: on shared cores a second OpenMP thread spins against the front.
-    environment = {"OMP_NUM_THREADS": "1", **_STEADY_HEAP, **os.environ}
-    try:
-        engine = _spawn("patchctl.agent.engine_main", [data_engine, engine_there], environment)
+        Raises:
+            PatchctlError: ``host.process_gone``.
+        """
         try:
-            front = _spawn("patchctl.agent.front_main", [data_front, front_there, listen], environment)
-        except OSError:
-            engine.kill()
-            engine.wait()
-            raise
-    finally:
-        for sock in there:
-            sock.close()
-    return Processes(front, engine, ControlLink("front", front_here), ControlLink("engine", engine_here))
+            send_data_socket(self.attach, data)
+        except OSError as error:
+            raise self.link.gone(f"its attach socket failed: {error}") from error
+
+    def kill(self) -> None:
+        """End it by force; returns when it is reaped."""
+        self.process.kill()
+        self._close()
+        self.process.wait()
+
+    def _close(self) -> None:
+        self.link.close()
+        self.attach.close()
 
 
-def _spawn(module: str, sockets: list[socket.socket], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    fds = [sock.fileno() for sock in sockets]
-    # Its own process group: a Ctrl-C at the terminal reaches the agent alone, which then drains.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *map(str, fds)],
-        pass_fds=fds,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        process_group=0,
+def stop_all(children: Iterable[Child]) -> None:
+    """End them in order, all at once, by force only if they do not listen; returns when all are reaped."""
+    ending = tuple(children)
+    for child in ending:
+        with suppress(PatchctlError):
+            child.link.request(Stop(), timeout_s=2.0)
+    for child in ending:
+        child._close()  # noqa: SLF001 - same module: end of file is the second way to say Stop
+    for child in ending:
+        try:
+            child.process.wait(timeout=_STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+
+
+def start_child(role: Role, listen: socket.socket) -> Child:
+    """Start a process that serves nothing yet; the front inherits ``listen``.
+
+    Raises:
+        PatchctlError: ``host.spawn_failed``.
+    """
+    control, control_there = socket.socketpair()
+    attach, attach_there = attach_pair()
+    attach.settimeout(_ATTACH_S_MAX)
+    given = [attach_there, control_there, *([listen] if role == "front" else [])]
+    fds = [sock.fileno() for sock in given]
+    with control_there, attach_there:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", f"patchctl.agent.{role}_main", *map(str, fds)],
+                pass_fds=fds,
+                # One thread a process: on shared cores a second OpenMP thread spins against the front.
+                env={"OMP_NUM_THREADS": "1", **_STEADY_HEAP, **os.environ},
+                stdin=subprocess.DEVNULL,
+                # Its own process group: a Ctrl-C at the terminal reaches the agent alone, which then drains.
+                process_group=0,
+            )
+        except OSError as error:
+            control.close()
+            attach.close()
+            raise _not_started(role, error) from error
+    return Child(role, process, ControlLink(role, control), attach)
+
+
+def _not_started(role: Role, error: OSError) -> PatchctlError:
+    return PatchctlError(
+        code="host.spawn_failed",
+        what=f"the {role} process was not started",
+        why=error.strerror or str(error),
+        serving="nothing until it is",
+        next_command="free -m; ulimit -a",
     )

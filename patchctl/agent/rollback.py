@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from engine.build import BuildInvalidError
 from patchctl.agent.context import HostContext
-from patchctl.agent.deploy import go_back, release_after_commit
+from patchctl.agent.ending import Wholeness, commit, go_back, release_after_commit, release_quietly
 from patchctl.agent.evidence import record_generation
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.journal.record import TransactionRecord
@@ -27,6 +27,7 @@ class OperatorRollback:
         self._record = record
         self._to = to
         self._number = 0
+        self._wholeness = Wholeness(context)
         committed = context.journal.committed()
         assert committed is not None  # a host that answers has a committed build
         self._active = committed
@@ -37,7 +38,7 @@ class OperatorRollback:
         return {
             Step.VERIFY: self._verify,
             Step.STAGE: self._stage,
-            Step.SWAP: self._swap,
+            Step.SWAP: self._wholeness.around(self._swap),
             Step.COMMIT: self._commit,
             Step.ROLLBACK: self._rollback,
             Step.DISCARD: self._discard,
@@ -72,26 +73,33 @@ class OperatorRollback:
     def _stage(self) -> StepResult:
         context, target = self._context, self._target
         context.check_not_stopping()
+        self._wholeness.begin()
         self._number = context.journal.add_generation(target.digest, target.version, self._record.id)
         report = context.host.stage(self._number, context.store.path(target.digest), target.digest)
+        self._wholeness.check()
         return StepResult(data={"note": f"generation {self._number}, {report['mode']}", **report})
 
     def _swap(self) -> StepResult:
-        data = self._context.host.swap(self._number)
+        data = self._context.host.swap(self._number, policy="drain" if self._tokenizer_differs() else "auto")
         return StepResult(data={"note": f"exchange {data.get('exchange_us', 0):.0f} µs", **data})
+
+    def _tokenizer_differs(self) -> bool:
+        return self._context.tokenizer_differs(self._active.digest, self._target.digest)
 
     def _commit(self) -> StepResult:
         data = {"note": f"generation {self._number} is the active build", "generation": self._number}
         record_generation(self._context, self._number)
-        self._context.journal.commit_generation(self._number, self._record.id, data)
+        commit(self._context, self._wholeness, self._number, self._record.id, data)
         remark = release_after_commit(self._context, self._active.number)
         return StepResult(data={**data, "note": f"{data['note']}{remark}"})
 
     def _rollback(self) -> StepResult:
-        data = go_back(self._context, self._active.number, self._number)
+        data = go_back(self._context, self._number, drain=self._tokenizer_differs())
         self._context.journal.drop_generation(self._number, "rolled-back")
         return StepResult(data=data)
 
     def _discard(self) -> StepResult:
+        if self._number:
+            release_quietly(self._context, self._number)
         self._context.journal.drop_generation(self._number, "discarded")
         return StepResult(data={"note": "the active build never changed"})

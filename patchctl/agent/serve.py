@@ -64,9 +64,8 @@ def serve(
         journal.recover()
         committed = _first_build(journal, store, build)
         store.verify(committed.digest)
-        host = EngineHost(tcp)
+        host = EngineHost(tcp, restarts_max=settings.restarts_max)
         watch = MemoryWatch(host, settings.bake.sample_s)
-        agent_box: list[Agent] = []
         context = HostContext(
             home=home,
             settings=settings,
@@ -79,11 +78,9 @@ def serve(
             trusted_roots=trusted_roots,
             watch=watch,
             stopping=threading.Event(),
-            restart=lambda: agent_box[0].restart(),  # noqa: PLW0108 - the box is filled below
         )
         url = "http://{}:{}".format(*tcp.getsockname()[:2])
         agent = Agent(context, url)
-        agent_box.append(agent)
         try:
             host.start(committed.number, store.path(committed.digest), committed.digest)
             record_generation(context, committed.number)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+# Processes replaced within a minute: a build that cannot stay up must not be restarted for ever.
+RESTARTS_MAX = 5
+
 Environment = Literal["production", "staging", "lab"]
 
 
@@ -42,8 +45,10 @@ class Settings:
         environment: which of the policy's environments this host is.
         target: the name sequences are counted under.
         bake: probation limits.
+        restarts_max: processes replaced within a minute before the host gives up.
     """
 
     environment: Environment = "production"
     target: str = "default"
     bake: BakeLimits = field(default_factory=BakeLimits)
+    restarts_max: int = RESTARTS_MAX

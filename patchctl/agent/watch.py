@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import suppress
+from typing import Any
 
 from patchctl.agent.host import EngineHost
+from patchctl.agent.processes import ROLES
 from patchctl.errors import PatchctlError
 from snapshots.capture.errors import CaptureError
 from snapshots.capture.process import sample_memory
@@ -15,22 +18,21 @@ from snapshots.growth import MemorySample
 # Five minutes at ten samples a second: longer than the longest bake with its window before.
 _SAMPLES_MAX = 3000
 
-ROLES = ("front", "engine")
-
 
 class MemoryWatch:
     """A thread that keeps the last minutes of memory samples of both processes.
 
-    A gap (a process being replaced) empties the rings: samples of two processes never mix.
+    Samples of two processes never mix: a ring is emptied when its process was replaced. The front counts
+    the requests that every sample is related to, so a new front empties both rings.
     """
 
     def __init__(self, host: EngineHost, period_s: float) -> None:
         self._host = host
         self._period_s = period_s
         self._rings: dict[str, deque[MemorySample]] = {role: deque(maxlen=_SAMPLES_MAX) for role in ROLES}
+        self._pids: dict[str, int] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._paused = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
 
     def start(self) -> None:
@@ -42,15 +44,6 @@ class MemoryWatch:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    def pause(self) -> None:
-        """Forget everything and wait: the processes are about to be replaced."""
-        self._paused.set()
-        self._forget()
-
-    def resume(self) -> None:
-        """Sample the new processes."""
-        self._paused.clear()
 
     def between(self, start_s: float, end_s: float) -> dict[str, tuple[MemorySample, ...]]:
         """Samples of each role with ``start_s <= t_s <= end_s`` (monotonic clock)."""
@@ -67,24 +60,33 @@ class MemoryWatch:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
-            if self._paused.is_set():
-                continue
-            try:
-                self._sample()
-            except (PatchctlError, CaptureError):
-                self._forget()
+            self.look()
 
-    def _sample(self) -> None:
-        stats = self._host.front_stats()
-        for role, pid in self._host.processes.pids.items():
-            sample = sample_memory(pid, requests_completed=stats["requests_completed"], tokens=stats["tokens_out"])
-            with self._lock:
-                self._rings[role].append(sample)
+    def look(self) -> None:
+        """Take one sample of each process; the watch's own thread does."""
+        pids = dict(self._host.processes.pids)
+        try:
+            stats = self._host.front_stats()
+        except PatchctlError:
+            return  # it is being replaced; the new one has another pid
+        self._forget_replaced(pids)
+        for role, pid in pids.items():
+            with suppress(CaptureError):
+                self._sample(role, pid, stats)
 
-    def _forget(self) -> None:
+    def _sample(self, role: str, pid: int, stats: dict[str, Any]) -> None:
+        sample = sample_memory(pid, requests_completed=stats["requests_completed"], tokens=stats["tokens_out"])
         with self._lock:
-            for ring in self._rings.values():
-                ring.clear()
+            self._rings[role].append(sample)
+
+    def _forget_replaced(self, pids: dict[str, int]) -> None:
+        replaced = {role for role, pid in pids.items() if self._pids.get(role) != pid}
+        if "front" in replaced:
+            replaced = set(ROLES)
+        with self._lock:
+            for role in replaced:
+                self._rings[role].clear()
+        self._pids = {**self._pids, **pids}
 
 
 def monotonic_s() -> float:

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from patchctl.commands.options import HomeOption, OutputOption
+from patchctl.commands.options import HomeOption, HostOption, OutputOption, ReclaimPolicy
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.home import Home
-from patchctl.render.output import Output, short_digest
+from patchctl.render.output import Output, flat_pairs, print_json, print_pairs, short_digest
 
 app = typer.Typer(help="The engine host: serves a build and takes patches.", no_args_is_help=True)
 
@@ -37,6 +37,9 @@ def serve(
     ] = None,
     bake_s: Annotated[float, typer.Option(min=1, help="Seconds a new generation is watched.")] = 12.0,
     bake_max_s: Annotated[float, typer.Option(min=1, help="Longest wait for enough requests to judge.")] = 120.0,
+    restarts_max: Annotated[
+        int, typer.Option(min=1, help="Lost processes replaced within a minute before the host gives up.")
+    ] = 5,
     home: HomeOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -62,11 +65,45 @@ def serve(
         place,
         build=build,
         listen=_address(listen),
-        settings=Settings(environment=environment, bake=BakeLimits(bake_s=bake_s, bake_s_max=bake_max_s)),  # type: ignore[arg-type]  # checked above
+        settings=Settings(
+            environment=environment,  # type: ignore[arg-type]  # checked above
+            bake=BakeLimits(bake_s=bake_s, bake_s_max=bake_max_s),
+            restarts_max=restarts_max,
+        ),
         policy=_policy(policy_data),
         trusted_roots=_trusted_roots(place, trusted_root),
         on_ready=on_ready,
     )
+
+
+@app.command()
+def reclaim(
+    now: Annotated[
+        bool, typer.Option("--now", help="Give unused memory back once, at the next step boundary.")
+    ] = False,
+    policy: Annotated[
+        ReclaimPolicy | None,
+        typer.Option(
+            help="explicit: only when told; threshold: by itself above HIGH, until below LOW.", show_default="unchanged"
+        ),
+    ] = None,
+    high: Annotated[float, typer.Option(min=0, max=1, help="Share of memory in use that starts it.")] = 0.85,
+    low: Annotated[float, typer.Option(min=0, max=1, help="Share of memory in use that ends it.")] = 0.75,
+    host: HostOption = None,
+    home: HomeOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Set when the running engine gives memory back, or make it do so now."""
+    from patchctl.client import AgentClient
+
+    if not now and policy is None:
+        raise _usage("engine reclaim", "it needs --now, --policy, or both", "patchctl engine reclaim --help")
+    with AgentClient(host or Home.resolve(home).socket) as client:
+        data = client.reclaim({"policy": policy, "high": high, "low": low, "now": now})
+    if output is Output.JSON:
+        print_json(data)
+    else:
+        print_pairs(flat_pairs({name: value for name, value in data.items() if name != "schema"}))
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -112,11 +149,11 @@ def _trusted_roots(place: Home, given: list[str] | None) -> dict[str, str]:
     return roots
 
 
-def _usage(what: str, why: str) -> PatchctlError:
+def _usage(what: str, why: str, next_command: str = "patchctl engine serve --help") -> PatchctlError:
     return PatchctlError(
         code="cli.usage",
         what=f"{what} was not understood",
         why=why,
         exit_code=ExitCode.USAGE,
-        next_command="patchctl engine serve --help",
+        next_command=next_command,
     )

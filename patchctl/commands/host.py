@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchctl.commands.options import HomeOption, HostOption, OutputOption
+from patchctl.commands.options import CommitMode, HomeOption, HostOption, OutputOption, SwapPolicy
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.home import Home
 from patchctl.question import ask
@@ -33,14 +33,25 @@ def deploy(
     attestations: Annotated[
         Path | None, typer.Option(help="Its signatures.", show_default=f"PATCH{ATTESTATION_SUFFIX}")
     ] = None,
+    policy: Annotated[
+        SwapPolicy, typer.Option(help="What running sequences keep at the swap: carry KV, recompute it, or drain.")
+    ] = SwapPolicy.AUTO,
+    commit_mode: Annotated[
+        CommitMode, typer.Option(help="Exchange graphs, or copy weights into those that serve.")
+    ] = CommitMode.AUTO,
+    hard_stop_after_s: Annotated[
+        float | None,
+        typer.Option(min=0, max=3600, help="End responses a drain still waits for after this.", show_default="never"),
+    ] = None,
     host: HostOption = None,
     home: HomeOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Run one host transaction: verify, gate, stage, swap, bake, judge, commit or roll back."""
     beside = patch.with_name(patch.name + ATTESTATION_SUFFIX)
+    swap = {"policy": policy, "commit_mode": commit_mode, "hard_stop_after_s": hard_stop_after_s}
     with _client(host, home) as client:
-        _follow(client.deploy(patch, attestations or beside), output)
+        _follow(client.deploy(patch, attestations or beside, swap), output)
 
 
 def rollback(
@@ -68,6 +79,7 @@ def status(host: HostOption = None, home: HomeOption = None, output: OutputOptio
             ("api", data["url"]),
             ("transaction", data["transaction"] or "none running"),
             ("requests", ", ".join(f"{n} {name}" for name, n in data["requests"].items()) or "restarting"),
+            ("restarts", ", ".join(f"{role} {count}" for role, count in data["restarts"].items())),
             ("memory", ", ".join(f"{role} {human_bytes(size)}" for role, size in data["memory_bytes"].items())),
             ("agent", f"pid {data['agent']['pid']}, {data['agent']['version']}"),
         ]

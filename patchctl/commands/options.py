@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,3 +19,27 @@ HostOption = Annotated[
     Path | None,
     typer.Option("--host", help="The agent's unix socket.", envvar="PATCHCTL_HOST", show_default="the home's own"),
 ]
+
+
+class SwapPolicy(enum.StrEnum):
+    """Value of ``--policy`` of a deploy."""
+
+    AUTO = "auto"
+    CARRY = "carry"
+    RECOMPUTE = "recompute"
+    DRAIN = "drain"
+
+
+class CommitMode(enum.StrEnum):
+    """Value of ``--commit-mode``."""
+
+    AUTO = "auto"
+    EXCHANGE = "exchange"
+    COPY = "copy"
+
+
+class ReclaimPolicy(enum.StrEnum):
+    """Value of ``--policy`` of a reclaim."""
+
+    EXPLICIT = "explicit"
+    THRESHOLD = "threshold"

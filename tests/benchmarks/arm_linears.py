@@ -15,12 +15,12 @@ from tests.benchmarks.arms import answer_with
 _REPEATS = 5
 
 
-def linear_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
+def linear_shapes(config: dict[str, int]) -> list[tuple[int, int]]:
     """(outputs, inputs) of each product of a Llama step, with q, k, v and gate, up joined."""
     hidden, ffn, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     kv = kv_heads * config.get("head_dim", hidden // heads)
-    layer = [(hidden + 2 * kv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)]
+    layer: list[tuple[int, int]] = [(hidden + 2 * kv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)]
     return layer * layers + [(config["vocab_size"], hidden)]
 
 

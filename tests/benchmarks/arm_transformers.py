@@ -26,7 +26,8 @@ class _Stamps:
 def main() -> None:
     """Answer with the arrivals of each token, the same for all rows, and the CPU time of the whole call."""
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+    model.eval()
 
     def volley(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         stamps = _Stamps()

@@ -81,4 +81,3 @@ def _check(answers: list[Answer], weights: dict[int, int]) -> tuple[int, int]:
             texts.setdefault((answer.ask, seeds.pop()), Counter())[answer.text] += 1
     checked = sum(counter.total() for counter in texts.values())
     return checked, checked - sum(max(counter.values()) for counter in texts.values())
-

@@ -50,8 +50,10 @@ class Figure:
         return "" if self.at_least is None else f">= {self.at_least:g}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``bench.json``."""
-        return {**asdict(self), "ratio": self.ratio, "met": self.met}
+        """For ``bench.json``; JSON has no nan, so what was not measured is null."""
+        numbers = {"value": self.value, "limit": self.limit, "ratio": self.ratio}
+        known = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        return {**asdict(self), **known, "met": self.met}
 
 
 @dataclass(frozen=True, slots=True)

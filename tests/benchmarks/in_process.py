@@ -29,7 +29,7 @@ class InProcessEngine:
         self._sent: list[tuple[int, ToFront]] = []
         self._ended: set[int] = set()
         self._steps = 0
-        self._loop = ServeLoop(self._receive)
+        self._loop = ServeLoop()
         device = torch.device("cpu")
         self._controller = Controller(self._loop, device=device, arm=dict, digest_tensors=lambda _: {})
         self._thread = threading.Thread(target=self._loop.run, name="serve", daemon=True)
@@ -37,6 +37,7 @@ class InProcessEngine:
 
     def __enter__(self) -> Self:
         self._thread.start()
+        self._loop.attach(self._receive).result(_WAIT_S)
         self.stage(1, self._build)
         return self
 

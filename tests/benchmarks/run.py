@@ -43,8 +43,11 @@ def main() -> int:
             traceback.print_exc()
             broken.append(name)
             continue
-        print(report.skipped or f"took {time.monotonic() - began:.0f} s")
-        print_figures(report.figures)
+        if report.skipped:
+            print(report.skipped)
+        else:
+            print(f"took {time.monotonic() - began:.0f} s")
+            print_figures(report.figures)
         result.setdefault("sections", {})[name] = _entry(report, time.monotonic() - began)
         _RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if broken:

@@ -7,38 +7,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
-from patchctl.agent.testing import HostKit, RunningHost, make_kit
+from patchctl.agent.testing import HostKit, RunningHost, alive, make_kit, reseal, until
 from patchctl.commands.host import ATTESTATION_SUFFIX
-from patchctl.demo.commands import Shell
 from patchctl.errors import ExitCode, PatchctlError
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
-
-
-def serves(host: RunningHost) -> bool:
-    try:
-        return httpx.get(host.ready["url"] + "/health", timeout=5).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
-
-
-def running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +26,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> HostKit:
 @pytest.fixture
 def fresh(kit: HostKit, tmp_path: Path) -> HostKit:
     """The same builds and keys in a home without host state."""
-    home = tmp_path / "home"
-    shutil.copytree(kit.home, home, ignore=shutil.ignore_patterns("host"))
-    return HostKit(home, Shell(home, None))
+    return kit.fresh(tmp_path / "home")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +143,7 @@ def test_bad_input_is_refused(
     assert refused.error["code"].startswith(code)
     for part in ("what", "why", "serving", "next_command"):
         assert refused.error[part], part
-    assert serves(host)
+    assert host.serves()
     assert host.status()["transaction"] is None
 
 
@@ -183,7 +158,7 @@ def test_a_busy_port_and_a_second_agent_are_explained(kit: HostKit, host: Runnin
         with pytest.raises(PatchctlError) as busy, fresh.host("--listen", f"127.0.0.1:{port}"):
             pass
     assert (busy.value.code, busy.value.exit_code) == ("host.port_busy", ExitCode.USAGE)
-    assert serves(host)
+    assert host.serves()
 
 
 def test_nobody_answers(fresh: HostKit) -> None:
@@ -191,16 +166,6 @@ def test_nobody_answers(fresh: HostKit) -> None:
         refused = fresh.shell.run(*command, expect=ExitCode.UNREACHABLE)
         assert refused.error is not None
         assert refused.error["code"] == "host.unreachable"
-
-
-def test_a_killed_process_is_replaced_by_the_committed_build(fresh: HostKit) -> None:
-    with fresh.host() as host:
-        for role in ("engine", "front"):
-            pids = host.status()["processes"]
-            os.kill(pids[role], signal.SIGKILL)
-            until(lambda: host.status()["processes"] not in (pids, {}))  # noqa: B023 - called within the iteration
-            until(lambda: serves(host))
-            assert host.status()["active"]["version"] == "1.0.0"
 
 
 @pytest.mark.parametrize("point", ["deploy.stage.done", "deploy.swap.outcome", "deploy.commit.done"])
@@ -211,7 +176,7 @@ def test_kill_9_of_the_agent_ends_on_a_whole_build(fresh: HostKit, point: str) -
         with host.traffic():
             host.deploy(patch, expect=ExitCode.UNREACHABLE)
         assert host.process.wait(timeout=30) == -signal.SIGKILL
-        until(lambda: not any(running(pid) for pid in pids.values()))
+        until(lambda: not any(alive(pid) for pid in pids.values()))
     committed = point == "deploy.commit.done"
     with fresh.host() as host:
         assert host.status()["active"]["version"] == ("1.0.1" if committed else "1.0.0")
@@ -219,7 +184,58 @@ def test_kill_9_of_the_agent_ends_on_a_whole_build(fresh: HostKit, point: str) -
         (record,) = host.shell.run("history").data
         probation = point == "deploy.swap.outcome"
         assert record["state"] == ("committed" if committed else "rolled-back" if probation else "failed")
-        assert serves(host)
+        assert host.serves()
+
+
+def test_the_reclaim_hook_is_set_at_run_time(host: RunningHost) -> None:
+    host.shell.run("engine", "reclaim", "--policy", "threshold", "--high", "0.9", "--low", "0.8")
+    told = host.shell.run("engine", "reclaim", "--now").data
+    assert (told["reclaim_policy"], told["reclaim_high"], told["reclaim_low"]) == ("threshold", 0.9, 0.8)
+    assert told["freed_bytes"] >= 0
+    again = host.shell.run("engine", "reclaim", "--now", "--policy", "explicit").data
+    assert (again["reclaim_policy"], again["reclaim_runs"]) == ("explicit", told["reclaim_runs"] + 1)
+
+
+def test_people_get_tables(kit: HostKit, host: RunningHost) -> None:
+    def lines(*command: str) -> dict[str, str]:
+        environment = {**os.environ, "PATCHCTL_HOME": str(kit.home)}
+        argv = [sys.executable, "-P", "-m", "patchctl", *command]
+        shown = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True).stdout
+        return {line.split()[0]: line.partition("  ")[2].strip() for line in shown.splitlines() if line}
+
+    assert lines("engine", "reclaim", "--now")["reclaim_policy"] == "explicit"
+    assert lines("status")["restarts"] == "front 0, engine 0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        ([], "cli.usage", "--now"),
+        (["--policy", "threshold", "--high", "0.5", "--low", "0.6"], "api.bad_request", "0.6"),
+        (["--now", "--low", "0"], "api.bad_request", "low"),
+    ],
+)
+def test_a_reclaim_that_makes_no_sense_is_refused(host: RunningHost, arguments: list[str], code: str, why: str) -> None:
+    refused = host.shell.run("engine", "reclaim", *arguments, expect=ExitCode.USAGE)
+    assert refused.error is not None
+    assert refused.error["code"] == code
+    assert why in refused.error["why"]
+    for part in ("what", "serving", "next_command"):
+        assert refused.error[part], part
+
+
+def test_the_host_refuses_a_policy_that_would_mix_tokenizers(kit: HostKit, host: RunningHost, tmp_path: Path) -> None:
+    target = tmp_path / "1.0.9"
+    shutil.copytree(kit.build("1.0.1"), target)
+    settings = target / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("assistant", "model"))
+    reseal(target, version="1.0.9")
+    patch = kit.patch("1.0.0", str(target), sequence=9, name="tokenizer")
+    for policy in ("carry", "recompute"):
+        refused = host.deploy(patch, "--policy", policy, expect=ExitCode.INCOMPATIBLE)
+        assert refused.error is not None
+        assert refused.error["code"] == "swap.policy_refused"
+    assert host.newest()["state"] == "refused"
 
 
 def test_a_full_disk_while_staging_changes_nothing(fresh: HostKit) -> None:
@@ -238,7 +254,7 @@ def test_a_full_disk_while_staging_changes_nothing(fresh: HostKit) -> None:
             assert refused.error is not None
             assert refused.error["code"] == "store.disk_short"
             assert host.status()["active"]["version"] == "1.0.0"
-            assert serves(host)
+            assert host.serves()
             assert len(list((store / "builds").iterdir())) == 1
     finally:
         subprocess.run(["umount", str(store)], check=True)  # noqa: S607 - as above
@@ -270,5 +286,5 @@ def test_sigterm_ends_everything(fresh: HostKit) -> None:
         pids = host.status()["processes"]
         host.process.send_signal(signal.SIGTERM)
         assert host.process.wait(timeout=30) == 0
-        assert not any(running(pid) for pid in pids.values())
+        assert not any(alive(pid) for pid in pids.values())
         assert not (fresh.home / "host" / "agent.sock").exists()
