@@ -45,6 +45,7 @@ class LiveTensor:
 
     state: TensorState
     address: int | None
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,11 @@ def _manifest() -> Manifest:
 
 
 def _live(**tensors: LiveTensor) -> LiveEngine:
-    present = {"embed": LiveTensor(_A, 0x1000), "layers.0.up": LiveTensor(_BAD, 0x2000), "unstored": LiveTensor(_B, 1)}
+    present = {
+        "embed": LiveTensor(_A, 0x1000, 24),
+        "layers.0.up": LiveTensor(_BAD, 0x2000, 24),
+        "unstored": LiveTensor(_B, 1, 24),
+    }
     return LiveEngine(50, 1234, 3, "sha256:x", {**present, **{k.replace("__", "."): v for k, v in tensors.items()}})
 
 
@@ -42,7 +46,7 @@ def test_only_what_differs_is_planned() -> None:
 
 
 def test_an_alias_stands_for_the_tensor_it_shares_and_no_tensor_is_planned_twice() -> None:
-    plan = plan_restore(_manifest(), ["head", "embed"], _live(embed=LiveTensor(_BAD, 0x1000)), None)
+    plan = plan_restore(_manifest(), ["head", "embed"], _live(embed=LiveTensor(_BAD, 0x1000, 24)), None)
     assert [one.name for one in plan.tensors] == ["embed"]
 
 
@@ -64,11 +68,11 @@ def test_everything_but_tensors_is_evidence_only(name: str) -> None:
         ("restore.other_build", replace(_live(), generation=4), ["embed"]),
         ("restore.no_such_tensor", _live(), ["embed", "nothing.*"]),
         ("restore.not_stored", _live(), ["unstored"]),
-        ("restore.mismatch", _live(embed=LiveTensor(replace(_A, shape=(3, 2)), 0x1000)), ["embed"]),
-        ("restore.mismatch", _live(embed=LiveTensor(replace(_A, dtype="bfloat16"), 0x1000)), ["embed"]),
-        ("restore.on_device", _live(embed=LiveTensor(_A, None)), ["embed"]),
-        ("restore.moved", _live(embed=LiveTensor(_A, 0x1040)), ["embed"]),
-        ("restore.moved", _live(layers__0__up=LiveTensor(_BAD, 0x1040)), ["*.up", "embed"]),
+        ("restore.mismatch", _live(embed=LiveTensor(replace(_A, shape=(3, 2)), 0x1000, 24)), ["embed"]),
+        ("restore.mismatch", _live(embed=LiveTensor(replace(_A, dtype="bfloat16"), 0x1000, 24)), ["embed"]),
+        ("restore.on_device", _live(embed=LiveTensor(_A, None, 24)), ["embed"]),
+        ("restore.moved", _live(embed=LiveTensor(_A, 0x1040, 24)), ["embed"]),
+        ("restore.moved", _live(layers__0__up=LiveTensor(_BAD, 0x1040, 24)), ["*.up", "embed"]),
     ],
 )
 def test_refusals_name_their_reason(code: str, live: LiveEngine, names: list[str]) -> None:
