@@ -2,7 +2,7 @@
 
 Two fences. Before anything is built, every opcode is checked against the few that plain data needs: an opcode that
 could name a global, call, or build an object is refused, and so are lengths and memo indices that would make the
-unpickler reserve memory the file does not account for. Then it is read by an Unpickler that knows no globals.
+unpickler reserve memory that the file does not account for. Then it is read by an Unpickler that knows no globals.
 """
 
 from __future__ import annotations
@@ -98,8 +98,6 @@ def _check(raw: bytes) -> None:
                 raise PickleRefusedError(f"an integer of {length} bytes at byte {at}")
         elif code in _INDEXED_CODES and int.from_bytes(raw[at : at + length], "little") > seen:
             raise PickleRefusedError(f"memo index beyond all objects at byte {at - 1}")
-        elif code == _CODE["FRAME"] and int.from_bytes(raw[at : at + length], "little") > end - at:
-            raise PickleRefusedError(f"a frame longer than the file at byte {at - 1}")
         at += length
         if code == _CODE["STOP"]:
             break

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from snapshots.capture.pages import WriteTracker
 from snapshots.capture.probe import probe
 from snapshots.capture.process import capture_process
 from snapshots.capture.reader import PageReader
+from snapshots.capture.shared import open_backing
 from snapshots.capture.vmas import Mapping, read_smaps
 from snapshots.diff import diff_process
 from snapshots.model import PAGE_BYTES, ProcessSnapshot, Region
@@ -253,8 +254,10 @@ def test_a_leak_is_seen_as_new_memory(target: Target) -> None:
     assert 8 << 20 <= after.anonymous_bytes - before.anonymous_bytes < 9 << 20
 
 
+# 64 pages from the third page of a file of 67.
 _MAP_SHARED_MEMORY = (
-    "f = os.memfd_create('state'); os.ftruncate(f, 64 * 4096); b = libc.mmap(None, 64 * 4096, {prot}, 1, f, 0); r = b"
+    "f = os.memfd_create('state'); os.ftruncate(f, 67 * 4096); "
+    + "b = libc.mmap(None, 64 * 4096, {prot}, 1, f, 8192); r = b"
 )
 
 
@@ -268,7 +271,9 @@ def test_pages_written_by_another_process_through_shared_memory(target: Target, 
         with WriteTracker(target.pid) as tracker:
             before = capture_process(target.pid, "engine", tracker=tracker)
             for page in (5, 6, 63):
-                os.pwrite(other, b"\x07", page * PAGE_BYTES)
+                os.pwrite(other, b"\x07", (2 + page) * PAGE_BYTES)
+            os.pwrite(other, b"\x07", 0)  # outside the mapping
+            os.pwrite(other, b"\x07", 66 * PAGE_BYTES)
             after = capture_process(target.pid, "engine", tracker=tracker)
     finally:
         os.close(other)
@@ -295,6 +300,20 @@ def test_shared_memory_that_cannot_be_opened_is_blind(target: Target, monkeypatc
     target.run("put(b, range(64), 1)")  # all of it is in this process's page tables: nothing is left unseen
     (region,) = within(capture_process(target.pid, "engine"), base, 64)
     assert region.confidence == "exact"
+
+
+def test_another_file_at_the_same_path_is_not_taken(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(b"a" * PAGE_BYTES)
+    target.run(f"f = os.open({str(path)!r}, os.O_RDONLY); b = libc.mmap(None, 4096, 1, 1, f, 0); os.close(f)")
+    (mapping,) = [m for m, _ in read_smaps(target.pid) if m.name == str(path)]
+    by_path = replace(mapping, start=1, end=2)  # as where map_files can't be opened
+    fd = open_backing(target.pid, by_path)
+    assert fd is not None
+    os.close(fd)
+    (tmp_path / "other").write_bytes(b"b" * PAGE_BYTES)
+    (tmp_path / "other").rename(path)
+    assert open_backing(target.pid, by_path) is None
 
 
 def test_large_shared_file_mapped_read_only_is_not_read(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
