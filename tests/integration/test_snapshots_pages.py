@@ -257,7 +257,7 @@ def test_a_leak_is_seen_as_new_memory(target: Target) -> None:
 # 64 pages from the third page of a file of 67.
 _MAP_SHARED_MEMORY = (
     "f = os.memfd_create('state'); os.ftruncate(f, 67 * 4096); "
-    + "b = libc.mmap(None, 64 * 4096, {prot}, 1, f, 8192); r = b"
+    "b = libc.mmap(None, 64 * 4096, {prot}, 1, f, 8192); r = b"
 )
 
 
