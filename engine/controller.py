@@ -1,4 +1,4 @@
-"""Carries out control messages: stage, swap, release, inspect, stats, arm, reclaim.
+"""Carries out control messages: stage, swap, release, inspect, restore, stats, arm, reclaim.
 
 Refusals are decided when a message arrives; what takes long runs in one niced worker thread, so that
 staging and inspecting give way to serving. Replies are futures: the process sends them in the order of
@@ -8,11 +8,10 @@ the messages. On probation the controller also acts by itself: after a breach it
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 
 from engine import collector
 from engine.bucket import all_buckets
-from engine.errors import EngineError, SwapRefusedError
+from engine.errors import AbandonedError, SwapRefusedError
 from engine.exchange import Policy
 from engine.generation import Generation
 from engine.governed import Governor, manifest_of
@@ -34,20 +33,20 @@ from engine.probation import Breach
 from engine.reaper import Reaper
 from engine.reclaiming import reclaim
 from engine.replies import refusal, settled
+from engine.restoring import Restorer
 from engine.servable import WayBack
 from engine.stage import stage
 from engine.stats import engine_stats, stage_figures
 from engine.swap import STAGING, Event, State, SwapMachine
 from engine.watch import StepWatch
-from engine.wire import Arm, Control, Inspect, Reclaim, Release, Reply, Stage, Stats, Stop, Swap
+from engine.wire import Arm, Control, Inspect, Reclaim, Release, Reply, Restore, Stage, Stats, Stop, Swap
+from engine.worker import control_worker
 
 __all__ = ["ArmHook", "Controller", "DigestTensors"]
 
 ArmHook = Callable[[], dict[str, Any]]
 MakeBackend = Callable[[torch.device], GraphBackend]
 
-# Below the serve loop. Not lower: a worker without CPU time may hold the interpreter lock meanwhile.
-_WORKER_NICE = 5
 # Between two pieces of staging work, so that a waiting serve loop gets the interpreter lock first.
 _YIELD_S = 0.001
 # An exchange back that nobody asked for: as long as a recompute of full sequences takes. When it is missed
@@ -56,18 +55,6 @@ _BREACH_DEADLINE_S = 30.0
 # When only draining can go back (another vocabulary), a bad build is not served for longer than this.
 _BREACH_HARD_STOP_S = 5.0
 _log = logging.getLogger(__name__)
-
-
-class _AbandonedError(EngineError):
-    """Staging stopped because the generation was released."""
-
-    code = "abandoned"
-
-
-def _be_nice() -> None:
-    # On Linux a nice value belongs to a thread, and 0 means the calling one.
-    os.setpriority(os.PRIO_PROCESS, 0, _WORKER_NICE)
-    torch.set_grad_enabled(False)
 
 
 class Controller:
@@ -99,6 +86,7 @@ class Controller:
         self._device = device
         self._arm = arm
         self._digest_tensors = digest_tensors
+        self._restorer = Restorer(loop, digest_tensors)
         self._make_backend = make_backend
         self._lock = threading.Lock()
         self._machine = SwapMachine.empty()
@@ -107,7 +95,7 @@ class Controller:
         self._generations: dict[int, Generation] = {}
         self._last_breach = ""
         self._stopping = False
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="control-worker", initializer=_be_nice)
+        self._worker = control_worker()
         self._read_memory = memory_reader(device) if read_memory is None else read_memory
         self._watch = StepWatch(
             loop,
@@ -146,7 +134,9 @@ class Controller:
             case Release():
                 future = self._begin_release(message.generation)
             case Inspect():
-                future = self._begin_inspect(message.generation)
+                future = self._pinned(message.generation, self._inspect)
+            case Restore():
+                future = self._pinned(message.generation, lambda one: self._restore(one, message))
             case Arm():
                 future = self._work(lambda: Reply(data=self._arm()))
             case Reclaim():
@@ -185,7 +175,7 @@ class Controller:
             with self._lock:
                 if self._machine.states[number] is State.RETIRING and number not in self._generations:
                     self._machine.apply(number, Event.FREED)
-                    raise _AbandonedError(f"generation {number} was released while it was being staged") from error
+                    raise AbandonedError(f"generation {number} was released while it was being staged") from error
                 if number not in self._generations:
                     self._machine.fail(number)
             raise
@@ -228,7 +218,7 @@ class Controller:
         if self._stopping:
             raise CancelledError
         if self._machine.states.get(number) not in STAGING:
-            raise _AbandonedError
+            raise AbandonedError
         time.sleep(_YIELD_S)
 
     # Swap, and the ways back.
@@ -350,21 +340,28 @@ class Controller:
             self._machine.apply(number, Event.FREED)
         return Reply()
 
-    # Inspect, reclaim, stats.
+    # Inspect, restore, reclaim, stats.
 
-    def _begin_inspect(self, number: int) -> Future[Reply]:
+    def _pinned(self, number: int, job: Callable[[Generation], Reply]) -> Future[Reply]:
+        """Work on a generation that stays as it is meanwhile."""
         generation = self._generations.get(number)
         if generation is None or self._machine.states.get(number) is State.RETIRING:
             raise SwapRefusedError("not_ready", f"generation {number} is not resident")
         self._reaper.pin(number)
 
-        def inspect() -> Reply:
+        def pinned() -> Reply:
             try:
-                return Reply(data={"tensors": inspect_tensors(generation, self._digest_tensors)})
+                return job(generation)
             finally:
                 self._reaper.unpin(number)
 
-        return self._work(inspect)
+        return self._work(pinned)
+
+    def _inspect(self, generation: Generation) -> Reply:
+        return Reply(data={"tensors": inspect_tensors(generation, self._digest_tensors)})
+
+    def _restore(self, generation: Generation, message: Restore) -> Reply:
+        return self._restorer.restore(generation, message, tuple(self._generations.values()))
 
     def _blocks_for(self, size_bytes: int) -> int:
         active = self._loop.active

@@ -33,3 +33,9 @@ class SwapRefusedError(EngineError):
     def __init__(self, code: str, why: str) -> None:
         super().__init__(why)
         self.code = code
+
+
+class AbandonedError(EngineError):
+    """Staging stopped because the generation was released."""
+
+    code = "abandoned"

@@ -53,6 +53,11 @@ class Generation:
         """What it computes with, by name; in copy mode what it would compute with once installed."""
         return self.graphs.weights_of(self.number)
 
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Weights and buffers by name."""
+        return {**self.weights, **self.graphs.buffers}
+
     def carries(self, other: Generation) -> bool:
         """True when KV made by ``other`` is what this generation would have made, at the same place."""
         return (

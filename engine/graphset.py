@@ -24,6 +24,7 @@ class GraphSet:
 
     Attributes:
         installed: number of the generation whose weights are in place.
+        buffers: what the graphs read besides weights; equal for all who take turns.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class GraphSet:
         io: StepBuffers,
         backend: GraphBackend,
         weights: Weights,
+        buffers: Weights,
     ) -> None:
         self.execs = execs
         self.io = io
         self.backend = backend
         self.installed = number
+        self.buffers = buffers
         self._weights = weights
         self._users = {number}
         self._sources: dict[int, Weights] = {}

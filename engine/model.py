@@ -75,6 +75,11 @@ class Llama:
         self._cos = angles.cos().to(embedding)
         self._sin = angles.sin().to(embedding)
 
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What :meth:`step` reads besides the weights: computed from the configuration, never written."""
+        return {"buffers.positions": self._positions, "buffers.rope_cos": self._cos, "buffers.rope_sin": self._sin}
+
     def step(self, bucket: Bucket, io: StepBuffers, kv: torch.Tensor) -> None:
         """Run one step: read ``io``, extend ``kv`` in place, write ``io.logits``.
 

@@ -125,7 +125,7 @@ def _exchangeable(
     io = build.new_buffers()
     execs, capture_ms, warm_ms = _capture(build, backend, io, pool.data, report, checkpoint)
     report(Event.CAPTURED)
-    graphs = GraphSet(number, execs, io, backend, build.model.weights)
+    graphs = GraphSet(number, execs, io, backend, build.model.weights, build.model.buffers)
     generation = Generation(number, build, pool, graphs, golden=())
     try:
         golden = _verify(generation, checkpoint)

@@ -147,9 +147,43 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """agent → engine: digest every named tensor of ``generation``."""
+    """agent → engine: digest every named tensor and buffer of ``generation``; says where each lies."""
 
     generation: int
+
+
+class RestoreTensor(msgspec.Struct, frozen=True):
+    """One tensor to restore.
+
+    Attributes:
+        name: as :class:`Inspect` lists it; not an alias.
+        dtype: that it must have.
+        shape: that it must have.
+        address: where its memory was when the bytes were stored, and must still be.
+        digest: of the bytes, as ``Inspect`` would give it.
+        offset: of the bytes in the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    address: int
+    digest: str
+    offset: int
+
+
+class Restore(msgspec.Struct, frozen=True, tag=True):
+    """agent → engine: put stored bytes back into tensors of a resident generation, between two steps.
+
+    Attributes:
+        digest: of the build that the generation must be.
+        path: file with the bytes of all tensors.
+    """
+
+    generation: int
+    digest: str
+    path: str
+    tensors: tuple[RestoreTensor, ...]
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
@@ -177,7 +211,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """agent → engine and front: finish and exit 0."""
 
 
-Control = Stage | Swap | Release | Inspect | Stats | Arm | Reclaim | Stop
+Control = Stage | Swap | Release | Inspect | Restore | Stats | Arm | Reclaim | Stop
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -17,7 +17,19 @@ from patchctl.render.error import print_error
 
 # What only the `engine` extra brings; see pyproject.toml.
 _ENGINE_EXTRA = frozenset(
-    {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "xxhash", "starlette", "uvicorn", "sqlalchemy"}
+    {
+        "torch",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "jinja2",
+        "gguf",
+        "xxhash",
+        "starlette",
+        "uvicorn",
+        "sqlalchemy",
+        "blake3",
+    }
 )
 
 app = typer.Typer(

@@ -55,6 +55,16 @@ class Home:
         return self.host / "evidence"
 
     @property
+    def host_snapshots(self) -> Path:
+        """The engine host's stored snapshots."""
+        return self.host / "snapshots"
+
+    @property
+    def snapshots(self) -> Path:
+        """Snapshots of any other process."""
+        return self.root / "snapshots"
+
+    @property
     def inbox(self) -> Path:
         """Uploads that no transaction has taken yet."""
         return self.host / "inbox"

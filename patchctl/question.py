@@ -1,4 +1,4 @@
-"""Questions to the agent: one GET over its unix socket, with the standard library alone.
+"""Questions to the agent: one request over its unix socket, with the standard library alone.
 
 ``status`` is what someone types at 3 a.m.; importing an HTTP client with its own command line would
 cost half of its start-up. Uploads and event streams are :mod:`patchctl.client`'s.
@@ -19,8 +19,8 @@ _ANSWER_S_MAX = 30.0
 
 
 class _UnixConnection(HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("agent", timeout=_ANSWER_S_MAX)
+    def __init__(self, path: Path, answer_s_max: float) -> None:
+        super().__init__("agent", timeout=answer_s_max)
         self._path = path
 
     def connect(self) -> None:
@@ -35,18 +35,27 @@ def ask(agent: Path, url: str) -> dict[str, Any]:
     Raises:
         PatchctlError: ``host.unreachable`` (exit 13), or the agent's own refusal, unchanged.
     """
-    connection = _UnixConnection(agent)
+    return order(agent, "GET", url, None, answer_s_max=_ANSWER_S_MAX)
+
+
+def order(agent: Path, method: str, url: str, body: dict[str, Any] | None, *, answer_s_max: float) -> dict[str, Any]:
+    """One request with a JSON body, or none, and its JSON answer.
+
+    Raises:
+        PatchctlError: as :func:`ask`.
+    """
+    connection = _UnixConnection(agent, answer_s_max)
     try:
-        connection.request("GET", url)
+        connection.request(method, url, None if body is None else json.dumps(body))
         response = connection.getresponse()
-        body = response.read()
+        answered = response.read()
     except (OSError, HTTPException) as error:
         raise unreachable(agent, error) from error
     finally:
         connection.close()
     if response.status >= 400:  # noqa: PLR2004 - RFC 9110: 4xx and 5xx are errors
-        raise refusal(response.status, body)
-    answer: dict[str, Any] = json.loads(body)
+        raise refusal(response.status, answered)
+    answer: dict[str, Any] = json.loads(answered)
     return answer
 
 

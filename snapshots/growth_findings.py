@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from snapshots.findings import Finding, size_text
 from snapshots.growth import Growth, GrowthEstimate, Insufficient
+from snapshots.noise import IdleNoise, margin_per_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,16 +15,24 @@ class GrowthEvidence:
     """One process's growth on the old generation and on the new one.
 
     Sample ``after`` from the swap plus a settle time, so that staging's one-time allocations lie outside it.
+
+    Attributes:
+        idle: how far the same process moved by itself before the patch, None when it never idled.
     """
 
     before: Growth
     after: Growth
+    idle: IdleNoise | None = None
 
 
 def growth_findings(
     growth: Mapping[str, GrowthEvidence], declared_max: Mapping[str, int], roles: tuple[str, ...], noise: int
 ) -> Iterator[Finding]:
-    """One finding per required or sampled role, plus one per one-time step; sizes in bytes per request."""
+    """One finding per required or sampled role, plus one per one-time step; sizes in bytes per request.
+
+    ``noise`` is the margin that may be excused. Growth beyond it, but within what the process showed while it idled,
+    is neither excused nor proven.
+    """
     for role in (*roles, *sorted(growth.keys() - set(roles))):
         subject = f"memory per request of {role}"
         evidence = growth.get(role)
@@ -38,21 +47,33 @@ def growth_findings(
                 action="send traffic and extend the bake",
             )
         else:
-            yield _growth_finding(subject, evidence.before, evidence.after, declared_max.get(role), noise)
+            yield _growth_finding(subject, evidence, evidence.after, declared_max.get(role), noise)
             yield from _step_findings(subject, evidence.after)
 
 
-def _growth_finding(subject: str, before: Growth, after: GrowthEstimate, declared: int | None, noise: int) -> Finding:
+def _growth_finding(
+    subject: str, evidence: GrowthEvidence, after: GrowthEstimate, declared: int | None, noise: int
+) -> Finding:
     """Hold the interval after the swap against the allowance.
 
     The allowance is the declared maximum; undeclared, it is the growth before the patch if that was real (a window
     too noisy to show growth allows none). Above it lies the noise margin.
     """
+    before = evidence.before
     grew = isinstance(before, GrowthEstimate) and before.low > noise
     allowed = declared if declared is not None else before.high if grew and isinstance(before, GrowthEstimate) else 0
     source = "declared" if declared is not None else "before the patch" if grew else "undeclared"
     limit = allowed + noise
     figures = (_rate(before), _rate(after))
+    feigned = margin_per_request(evidence.idle, after.requests, noise)
+    if limit < after.low <= allowed + feigned:
+        return Finding(
+            "unknown",
+            subject,
+            f"grows by more than {size_text(limit)}; idle, the process moves by {size_text(feigned)} per request",
+            *figures,
+            "extend the bake, or send more traffic",
+        )
     if after.low > limit:
         return Finding(
             "growth",

@@ -121,6 +121,8 @@ class ProcessSnapshot:
         role: ``front`` or ``engine``.
         start_ticks: start time in clock ticks since boot; with ``pid`` it guards against pid reuse.
         anonymous_bytes: resident anonymous memory plus what of it was swapped out.
+        pss_bytes: resident memory with shared pages divided among their users; 0 where it was not measured (tracked
+            captures after the first: the kernel takes 17 ms per GiB for it).
         scan: the write-tracking scan, or None when no tracker was used.
     """
 
@@ -145,16 +147,25 @@ class TensorState:
     """One named parameter or buffer.
 
     Attributes:
-        digest: hex xxh3_128 of its bytes.
+        digest: hex xxh3_128 of its bytes; with ``chunks``, the digest over those
+            (:func:`snapshots.tensor_chunks.whole_digest`).
         dtype: as the engine names it, e.g. ``float32``.
         shape: dimensions.
         alias: name of the tensor whose storage it shares (tied weights), "" if it has its own.
+        chunks: 16 bytes per chunk of 1 MiB, packed: they tell where in the tensor it changed. Empty when unknown.
+        hash: how chunks are hashed: ``xxh3`` from host memory, ``nh`` on the device. Digests of different kinds
+            can't be compared: such tensors count as changed.
+        derived: a buffer that the engine computes from the build's configuration; no file of the build holds it, so
+            no patch can declare it.
     """
 
     digest: str
     dtype: str
     shape: tuple[int, ...]
     alias: str = ""
+    chunks: bytes = b""
+    hash: Literal["xxh3", "nh"] = "xxh3"
+    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True)

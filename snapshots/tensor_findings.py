@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from snapshots.diff import HostDiff, TensorChange, TensorDiff
 from snapshots.findings import Finding, matches
+from snapshots.tensor_chunks import DIGEST_BYTES, changed_chunks
 
 
 def _describe(change: TensorChange) -> tuple[str, str]:
@@ -20,11 +21,29 @@ def _describe(change: TensorChange) -> tuple[str, str]:
     return sides[0], sides[1]
 
 
+def _place(change: TensorChange) -> str:
+    """Where in the tensor it changed, "" when that is not known."""
+    if change.before is None or change.after is None:
+        return ""
+    chunks = changed_chunks(change.before, change.after)
+    if not chunks:
+        return ""
+    return f", in {len(chunks)} of {len(change.after.chunks) // DIGEST_BYTES} MiB, first in MiB {chunks[0]}"
+
+
+def _derived(change: TensorChange) -> bool:
+    """Computed by the engine on every side that has it; a stored weight never passes for one."""
+    return all(state.derived for state in (change.before, change.after) if state is not None)
+
+
 def exchange_findings(diff: TensorDiff, declared: tuple[str, ...]) -> Iterator[Finding]:
     """Old generation before the swap against the new one after the bake: only what was declared may differ."""
     for change in diff.changes:
         before, after = _describe(change)
-        if matches(change.name, declared):
+        if _derived(change):
+            what = f"computed from the build's configuration ({change.event})"
+            yield Finding("expected", f"tensor {change.name}", what, before, after)
+        elif matches(change.name, declared):
             yield Finding("expected", f"tensor {change.name}", f"declared change ({change.event})", before, after)
         else:
             yield Finding(
@@ -83,7 +102,7 @@ def resident_findings(diff: HostDiff) -> Iterator[Finding]:
             yield Finding(
                 "corruption",
                 f"tensor {change.name} of generation {generation}",
-                f"{change.event} while resident; it belongs to {role}",
+                f"{change.event} while resident{_place(change)}; it belongs to {role}",
                 before,
                 after,
                 "look for code that writes weights in place (out=, copy_, an optimiser step)",

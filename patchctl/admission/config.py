@@ -25,9 +25,10 @@ class AllowedIdentity(_Setting, frozen=True):
 
 
 class Levels(_Setting, frozen=True):
-    """What each kind of missing or weak evidence means in one environment."""
+    """What each kind of missing or weak evidence means in one environment; unknown memory never passes."""
 
     clock_unsynced: Level
+    memory_unknown: Literal["hold", "deny"]
     provenance_missing: Level
     qualification_missing: Level
     qualification_stale: Level

@@ -18,6 +18,7 @@ from patchctl.agent.inbox import Inbox
 from patchctl.agent.operation import Operation
 from patchctl.agent.requests import ReclaimRequest, SwapOptions
 from patchctl.agent.rollback import OperatorRollback
+from patchctl.agent.snapshots import HostSnapshots
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.journal.journal import Journal
 from patchctl.journal.record import TransactionRecord
@@ -61,6 +62,11 @@ class Agent:
     def inbox(self) -> Inbox:
         """Where uploads arrive."""
         return self._context.inbox
+
+    @property
+    def snapshots(self) -> HostSnapshots:
+        """What of this host's memory is kept."""
+        return HostSnapshots(self._context)
 
     def start(self) -> None:
         """Begin to watch the processes."""

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from patchctl.agent.requests import DeployRequest, ReclaimRequest, RollbackRequest
+from patchctl.agent.snapshot_api import snapshot_routes
 from patchctl.errors import ExitCode, PatchctlError
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def create_app(agent: Agent) -> Starlette:
             Route("/v1/deploy", deploy, methods=["POST"]),
             Route("/v1/rollback", rollback, methods=["POST"]),
             Route("/v1/engine/reclaim", reclaim, methods=["POST"]),
+            *snapshot_routes(agent.snapshots, _body),
         ],
         exception_handlers={PatchctlError: _on_refusal, Exception: _on_defect},
     )

@@ -11,7 +11,7 @@ from engine.build import read_manifest
 from engine.wire import Stage
 from patchctl.admission.engine import PolicyEngine
 from patchctl.admission.policy import PolicySet
-from patchctl.agent.host import EngineHost, Restored
+from patchctl.agent.host import EngineHost, Repair, Restored
 from patchctl.agent.inbox import Inbox
 from patchctl.agent.settings import Settings
 from patchctl.agent.watch import MemoryWatch
@@ -19,6 +19,7 @@ from patchctl.errors import PatchctlError
 from patchctl.home import Home
 from patchctl.journal.journal import Journal
 from patchctl.store import BuildStore
+from snapshots.store.store import SnapshotStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class HostContext:
     policy_engine: PolicyEngine
     trusted_roots: Mapping[str, str]
     watch: MemoryWatch
+    snapshots: SnapshotStore
     stopping: threading.Event
 
     def tokenizer_differs(self, one: str, other: str) -> bool:
@@ -54,8 +56,8 @@ class HostContext:
         ]
         return digests[0] != digests[1]
 
-    def restore(self, *, drain: bool = False) -> Restored:
-        """Make both processes serve what the journal says is committed.
+    def restore(self, *, drain: bool = False, repair: Repair | None = None) -> Restored:
+        """Make both processes serve what the journal says is committed; ``repair`` as for the host.
 
         Raises:
             PatchctlError: see :meth:`EngineHost.restore`.
@@ -66,7 +68,7 @@ class HostContext:
             assert record is not None
             return Stage(record.number, str(self.store.path(record.digest)), record.digest)
 
-        return self.host.restore(committed, drain=drain)
+        return self.host.restore(committed, drain=drain, repair=repair)
 
     def check_not_stopping(self) -> None:
         """Raise when the agent is shutting down.

@@ -217,15 +217,17 @@ class Deploy:
         verdict = self._evidence.judge(self._patch.config.declared)
         reasons = "; ".join(f"{finding.subject}: {finding.what}" for finding in _weightiest(verdict))
         data = {"note": f"{verdict.outcome}: {reasons}", "growth": self._evidence.growth_figures(), **verdict.as_dict()}
-        if verdict.outcome == "commit":
-            decision = self._decide("promote", "commit")
-            if decision.outcome == "allow":
-                return StepResult(data=data)
-            why = "; ".join(f"{finding.id}: {finding.message}" for finding in decision.reasons)
-            error = _not_committed("gate.promote_refused", why)
-            return StepResult(Outcome.HOLD if decision.outcome == "hold" else Outcome.FAILED, data, error)
-        error = _not_committed(f"verdict.{verdict.outcome}", reasons)
-        return StepResult(Outcome.HOLD if verdict.outcome == "hold" else Outcome.FAILED, data, error)
+        if verdict.outcome == "rollback":
+            return StepResult(Outcome.FAILED, data, _not_committed("verdict.rollback", reasons))
+        # A clean verdict is one fact among those that allow a promotion; what unknown means, the policy says.
+        decision = self._decide("promote", verdict.outcome)
+        if verdict.outcome == "commit" and decision.outcome == "allow":
+            return StepResult(data=data)
+        why = "; ".join(f"{finding.id}: {finding.message}" for finding in decision.reasons)
+        error = _not_committed("gate.promote_refused", why)
+        if verdict.outcome == "hold":
+            error = _not_committed("verdict.hold", reasons)
+        return StepResult(Outcome.FAILED if decision.outcome == "deny" else Outcome.HOLD, data, error)
 
     def _commit(self) -> StepResult:
         context, staged = self._context, self._staged

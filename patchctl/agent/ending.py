@@ -7,6 +7,7 @@ from typing import Any
 
 from patchctl.agent.context import HostContext
 from patchctl.agent.processes import Role
+from patchctl.agent.repair import repair
 from patchctl.errors import ExitCode, PatchctlError
 from patchctl.transaction.runner import StepFunction, StepResult
 
@@ -100,17 +101,20 @@ def go_back(context: HostContext, new: int, *, drain: bool = False) -> dict[str,
     Raises:
         PatchctlError: the host serves nothing whole, a human must act.
     """
-    restored = context.restore(drain=drain)
+    restored = context.restore(drain=drain, repair=lambda number: repair(context, number))
     release_quietly(context, new)
     note = f"generation {context.host.active_generation} serves again"
     if restored.exchange:
         note += f", exchange {restored.exchange.get('exchange_us', 0):.0f} µs"
+    if restored.repaired:
+        note += f"; {len(restored.repaired)} tensors put back from a stored snapshot, first {restored.repaired[0]}"
     for role, why in restored.replaced.items():
         note += f"; {role} process replaced ({why})"
     return {
         "note": note,
         "generation": context.host.active_generation,
         "replaced": dict(restored.replaced),
+        "repaired": list(restored.repaired),
         **restored.exchange,
     }
 

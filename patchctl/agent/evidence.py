@@ -11,20 +11,21 @@ from typing import Any, Literal
 
 from msgspec import to_builtins
 
+from patchctl.agent.capture import capture_host, keep, live_tensors
 from patchctl.agent.context import HostContext
 from patchctl.agent.processes import ROLES
 from patchctl.agent.watch import monotonic_s
 from patchctl.atomic import write_atomic
 from patchctl.bundle.config import Declared
-from patchctl.errors import PatchctlError
 from snapshots.capture.errors import CaptureError
 from snapshots.capture.pages import WriteTracker
-from snapshots.capture.process import capture_process
-from snapshots.codec import encode_snapshot
+from snapshots.codec import SnapshotInvalidError, decode_snapshot, encode_snapshot
 from snapshots.diff import diff
 from snapshots.growth import Growth, GrowthEstimate, estimate_growth
 from snapshots.growth_findings import GrowthEvidence, growth_findings
-from snapshots.model import GenerationState, HostSnapshot, ProcessSnapshot, TensorState
+from snapshots.model import GenerationState, HostSnapshot
+from snapshots.noise import learn_noise
+from snapshots.store.store import Stored
 from snapshots.verdict import DeclaredEffects, Verdict, VerdictLimits, judge
 
 
@@ -43,6 +44,7 @@ class Evidence:
 
     def __init__(self, context: HostContext, transaction: str) -> None:
         self._context = context
+        self._transaction = transaction
         self._folder: Path = context.home.evidence / transaction
         self._windows = _Windows()
         self._before: HostSnapshot | None = None
@@ -71,14 +73,14 @@ class Evidence:
         for role, pid in self._context.host.processes.pids.items():
             with suppress(CaptureError):  # without a tracker every page is hashed instead
                 self._trackers[role] = WriteTracker(pid)
-        self._before = self._take(serving=old, other=new)
-        return self._keep("before", self._before)
+        self._before, figures = self._take("before", serving=old, old=old, new=new)
+        return figures
 
     def take_after(self, *, old: int, new: int) -> dict[str, Any]:
         """Snapshot with ``new`` serving and ``old`` still resident."""
         self._windows.after_end_s = monotonic_s()
-        self._after = self._take(serving=new, other=old)
-        return self._keep("after", self._after)
+        self._after, figures = self._take("after", serving=new, old=old, new=new)
+        return figures
 
     def judge(self, declared: Declared) -> Verdict:
         """The verdict; diff and verdict are kept beside the snapshots."""
@@ -86,6 +88,7 @@ class Evidence:
         assert self._after is not None
         self._growth = self._estimate(self._windows.after_end_s)
         difference = diff(self._before, self._after)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         verdict = judge(difference, _effects(declared), self._growth)
         self._write("diff.json", difference.as_dict())
         self._write("samples.json", self._samples())
@@ -110,8 +113,14 @@ class Evidence:
         windows, watch = self._windows, self._context.watch
         before = watch.between(windows.before_start_s, windows.before_end_s)
         after = watch.between(windows.after_start_s, until_s)
+        # All that is remembered from before the patch: the patch must not teach its own noise.
+        earlier = watch.between(0.0, windows.before_end_s)
         return {
-            role: GrowthEvidence(before=estimate_growth(before[role]), after=estimate_growth(after[role]))
+            role: GrowthEvidence(
+                before=estimate_growth(before[role]),
+                after=estimate_growth(after[role]),
+                idle=learn_noise(earlier[role]),
+            )
             for role in ROLES
         }
 
@@ -129,44 +138,13 @@ class Evidence:
             for role, found in self._growth.items()
         }
 
-    def _take(self, *, serving: int, other: int) -> HostSnapshot:
-        host = self._context.host
+    def _take(self, name: str, *, serving: int, old: int, new: int) -> tuple[HostSnapshot, dict[str, Any]]:
+        """Capture both generations and keep the snapshot, with the bytes of the one that a rollback needs."""
         by_number = {entry.number: entry.digest for entry in self._context.journal.generations()}
-        stats = host.front_stats()
-        tensors = {number: _tensors(host.inspect(number)) for number in (serving, other)}
-        return HostSnapshot(
-            taken_unix_ns=time.time_ns(),
-            generation=serving,
-            generations=tuple(GenerationState(number, by_number[number], found) for number, found in tensors.items()),
-            processes={role: self._capture(role, pid) for role, pid in host.processes.pids.items()},
-            counters={"requests_completed": stats["requests_completed"], "tokens": stats["tokens_out"]},
-        )
-
-    def _capture(self, role: str, pid: int) -> ProcessSnapshot:
-        try:
-            return capture_process(pid, role, tracker=self._trackers.get(role))
-        except CaptureError as error:
-            raise PatchctlError(
-                code="snapshot.failed",
-                what=f"the memory of the {role} process was not captured",
-                why=str(error),
-                serving="the build that served before",
-                next_command="patchctl snapshot probe",
-            ) from error
-
-    def _keep(self, name: str, snapshot: HostSnapshot) -> dict[str, Any]:
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(self._folder / f"{name}.json", encode_snapshot(snapshot), mode=0o600)
-        regions = sum(len(process.regions) for process in snapshot.processes.values())
-        tensors = len(snapshot.active.tensors)
-        written = sum(process.written_bytes for process in snapshot.processes.values())
-        return {
-            "note": f"{regions} regions, {tensors} tensors, {written / 2**20:.1f} MiB written since the last",
-            "regions": regions,
-            "tensors": tensors,
-            "written_bytes": written,
-            "anonymous_bytes": {role: process.anonymous_bytes for role, process in snapshot.processes.items()},
-        }
+        generations = [(number, by_number[number]) for number in (serving, new if serving == old else old)]
+        captured = capture_host(self._context, generations, serving=serving, trackers=self._trackers)
+        stored = keep(self._context, captured, (old,), label=name, transaction=self._transaction)
+        return captured.snapshot, _figures(captured.snapshot, stored)
 
     def _write(self, name: str, data: dict[str, Any]) -> None:
         write_atomic(self._folder / name, json.dumps(data, indent=1).encode(), mode=0o600)
@@ -185,30 +163,45 @@ def generation_file(context: HostContext, number: int) -> Path:
     return context.home.evidence / f"generation-{number}.json"
 
 
+def committed_state(context: HostContext, number: int) -> dict[str, str] | None:
+    """Tensor → digest of a generation as it was committed; None when that was not recorded, or cannot be read."""
+    try:
+        snapshot = decode_snapshot(generation_file(context, number).read_bytes())
+    except (OSError, SnapshotInvalidError):
+        return None
+    return {name: tensor.digest for name, tensor in snapshot.active.tensors.items()}
+
+
 def record_generation(context: HostContext, number: int) -> None:
     """Keep the tensor digests of the serving generation, unless they are kept already.
 
     Raises:
         PatchctlError: the engine does not answer.
     """
-    path = generation_file(context, number)
-    if path.exists():
+    if committed_state(context, number) is not None:
         return
     digest = next(entry.digest for entry in context.journal.generations() if entry.number == number)
-    state = GenerationState(number, digest, _tensors(context.host.inspect(number)))
+    found = live_tensors(context.host.inspect(number))
+    state = GenerationState(number, digest, {name: tensor.state for name, tensor in found.items()})
     snapshot = HostSnapshot(time.time_ns(), generation=number, generations=(state,), processes={})
-    write_atomic(path, encode_snapshot(snapshot), mode=0o600)
+    write_atomic(generation_file(context, number), encode_snapshot(snapshot), mode=0o600)
+
+
+def _figures(snapshot: HostSnapshot, stored: Stored) -> dict[str, Any]:
+    regions = sum(len(process.regions) for process in snapshot.processes.values())
+    tensors = len(snapshot.active.tensors)
+    written = sum(process.written_bytes for process in snapshot.processes.values())
+    return {
+        "note": f"{regions} regions, {tensors} tensors, {written / 2**20:.1f} MiB written since the last; "
+        f"{stored.new_bytes / 2**20:.1f} MiB stored",
+        "snapshot": stored.id,
+        "regions": regions,
+        "tensors": tensors,
+        "written_bytes": written,
+        "stored_bytes": stored.new_bytes,
+        "anonymous_bytes": {role: process.anonymous_bytes for role, process in snapshot.processes.items()},
+    }
 
 
 def _bytes_per_request(growth: Growth) -> float | None:
     return round(growth.bytes_per_request, 1) if isinstance(growth, GrowthEstimate) else None
-
-
-def _tensors(found: dict[str, Any]) -> dict[str, TensorState]:
-    """Inspect's reply as tensor states; an alias takes the digest of the tensor whose storage it shares."""
-    states = {}
-    for name, entry in found.items():
-        alias = entry.get("alias_of", "")
-        source = found[alias] if alias else entry
-        states[name] = TensorState(source["digest"], source["dtype"], tuple(source["shape"]), alias)
-    return states

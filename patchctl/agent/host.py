@@ -39,10 +39,16 @@ class Restored:
     Attributes:
         replaced: roles whose process was replaced, and why.
         exchange: what the engine said about the exchange back; empty when there was none.
+        repaired: tensors that a stored snapshot had to be put back into.
     """
 
     replaced: Mapping[Role, str]
     exchange: dict[str, Any]
+    repaired: tuple[str, ...] = ()
+
+
+# Makes the tensors of a resident generation what they were when it was committed; returns the names put back.
+Repair = Callable[[int], tuple[str, ...]]
 
 
 class EngineHost:
@@ -77,7 +83,7 @@ class EngineHost:
         """Start both processes and make ``folder`` the active generation."""
         self.restore(lambda: Stage(generation, str(folder), digest))
 
-    def restore(self, committed: Callable[[], Stage], *, drain: bool = False) -> Restored:
+    def restore(self, committed: Callable[[], Stage], *, drain: bool = False, repair: Repair | None = None) -> Restored:
         """Make both processes serve the committed build; replaces those that are gone or cannot.
 
         The engine survives its front and the front its engine: only what is lost is started anew.
@@ -85,6 +91,8 @@ class EngineHost:
         Args:
             committed: says which build that is; called when no other thread can change it any more.
             drain: let running sequences end before an exchange back.
+            repair: second line when that fails, or the generation it leads to is not what was committed; the third
+                replaces the engine.
 
         Raises:
             PatchctlError: ``host.cannot_serve`` after too many restarts, or why the build was not loaded.
@@ -93,9 +101,10 @@ class EngineHost:
             build = committed()
             lost = self.processes.lost()
             exchange: dict[str, Any] = {}
+            repaired: tuple[str, ...] = ()
             if "engine" not in lost:
                 try:
-                    exchange = self._exchange_back(build.generation, drain=drain)
+                    exchange, repaired = self._back(build.generation, drain=drain, repair=repair)
                 except PatchctlError as error:
                     lost["engine"] = error.why
             if "front" not in lost:
@@ -110,15 +119,26 @@ class EngineHost:
                 self._free_all_but(build.generation)
             if "engine" in lost or self._exchanging:
                 self._took_over(build.generation)
-            return Restored(lost, exchange)
+            return Restored(lost, exchange, repaired)
 
     def _took_over(self, generation: int) -> None:
         self.active_generation, self._exchanging = generation, False
         self._nonfinite_rows_before = self.engine_stats()["nonfinite_rows"]
 
-    def _exchange_back(self, generation: int, *, drain: bool) -> dict[str, Any]:
+    def _back(self, generation: int, *, drain: bool, repair: Repair | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Exchange back to a generation whose tensors are what was committed; it may need both in turn."""
         if self.active_generation == generation and not self._exchanging:
-            return {}
+            return {}, ()
+        try:
+            exchange = self._exchange_back(generation, drain=drain)
+        except PatchctlError:
+            repaired = () if repair is None else repair(generation)
+            if not repaired:
+                raise
+            return self._exchange_back(generation, drain=drain), repaired
+        return exchange, () if repair is None else repair(generation)
+
+    def _exchange_back(self, generation: int, *, drain: bool) -> dict[str, Any]:
         hard_stop_s = SWAP_S_MAX / 2 if drain else None
         message = Swap(generation, "drain" if drain else "auto", SWAP_S_MAX, hard_stop_s)
         give_up_s = time.monotonic() + SWAP_S_MAX

@@ -31,6 +31,7 @@ from patchctl.home import Home
 from patchctl.journal.journal import Journal
 from patchctl.journal.record import GenerationRecord
 from patchctl.store import BuildStore
+from snapshots.store.store import SnapshotStore
 
 # Open event streams of a transaction that is going back get this long to read its end.
 _GRACE_S = 5
@@ -77,6 +78,7 @@ def serve(
             policy_engine=select_engine(os.environ),
             trusted_roots=trusted_roots,
             watch=watch,
+            snapshots=SnapshotStore(home.host_snapshots, settings.retention),
             stopping=threading.Event(),
         )
         url = "http://{}:{}".format(*tcp.getsockname()[:2])

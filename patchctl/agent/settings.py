@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from snapshots.store.retention import RetentionLimits
+
 # Processes replaced within a minute: a build that cannot stay up must not be restarted for ever.
 RESTARTS_MAX = 5
 
@@ -46,9 +48,11 @@ class Settings:
         target: the name sequences are counted under.
         bake: probation limits.
         restarts_max: processes replaced within a minute before the host gives up.
+        retention: how many snapshots are kept, and how large they may become together.
     """
 
     environment: Environment = "production"
     target: str = "default"
     bake: BakeLimits = field(default_factory=BakeLimits)
     restarts_max: int = RESTARTS_MAX
+    retention: RetentionLimits = field(default_factory=RetentionLimits)

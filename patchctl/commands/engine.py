@@ -40,12 +40,17 @@ def serve(
     restarts_max: Annotated[
         int, typer.Option(min=1, help="Lost processes replaced within a minute before the host gives up.")
     ] = 5,
+    snapshots_max: Annotated[
+        int, typer.Option(min=1, help="Memory snapshots kept beside those that recent transactions refer to.")
+    ] = 20,
+    snapshots_gib: Annotated[float, typer.Option(min=0.01, help="Disk that all memory snapshots may take.")] = 16.0,
     home: HomeOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Serve a build, take signed patches, and go back by itself when one misbehaves."""
     from patchctl.agent.serve import serve as run
     from patchctl.agent.settings import BakeLimits, Settings
+    from snapshots.store.retention import RetentionLimits
 
     place = Home.resolve(home)
     if environment not in ("production", "staging", "lab"):
@@ -69,6 +74,7 @@ def serve(
             environment=environment,  # type: ignore[arg-type]  # checked above
             bake=BakeLimits(bake_s=bake_s, bake_s_max=bake_max_s),
             restarts_max=restarts_max,
+            retention=RetentionLimits(snapshots_max, int(snapshots_gib * 2**30)),
         ),
         policy=_policy(policy_data),
         trusted_roots=_trusted_roots(place, trusted_root),

@@ -52,11 +52,14 @@ before := {
 	"hold": ["deny", "a memory verdict exists before the swap: another change is in progress, look at the status"],
 }
 
+# Memory that could not be seen or judged is never safe: the settings choose between a human's eye and a refusal.
+unknown := {"pass": "hold", "hold": "hold", "deny": "deny"}[checks.level("memory_unknown")]
+
 after := {
 	"commit": ["pass", "memory changed only as declared"],
 	"rollback": ["deny", "memory changed where nothing was declared: roll back"],
-	"hold": ["hold", "memory changes need a human's eye: read the snapshot report, then promote or roll back"],
-	"not_run": ["hold", "memory was not compared: capture and compare, then promote"],
+	"hold": [unknown, "memory changes need a human's eye: read the snapshot report, then promote or roll back"],
+	"not_run": [unknown, "memory was not compared: capture and compare, then promote"],
 }
 
 results contains checks.graded("memory.verdict", before[input.memory.verdict]) if input.request.action == "apply"

@@ -85,6 +85,7 @@ settings := {
 
 strict := {
 	"clock_unsynced": "hold",
+	"memory_unknown": "deny",
 	"provenance_missing": "hold",
 	"qualification_missing": "hold",
 	"qualification_stale": "hold",

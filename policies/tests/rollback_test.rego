@@ -17,9 +17,15 @@ test_no_change_without_a_way_back if {
 
 test_only_a_positive_verdict_promotes if {
 	status_of("memory.verdict", facts.promote) == {"pass"}
-	status_of("memory.verdict", facts.with_fact(facts.promote, "/memory/verdict", "hold")) == {"hold"}
-	status_of("memory.verdict", facts.with_fact(facts.promote, "/memory/verdict", "not_run")) == {"hold"}
 	status_of("memory.verdict", facts.with_fact(facts.promote, "/memory/verdict", "rollback")) == {"deny"}
+}
+
+test_unknown_memory_is_what_the_settings_say_and_never_passes if {
+	every verdict in ["hold", "not_run"] {
+		unknown := facts.with_fact(facts.promote, "/memory/verdict", verdict)
+		status_of("memory.verdict", unknown) == {"deny"}
+		status_of("memory.verdict", facts.with_fact(unknown, "/request/environment", "lab")) == {"hold"}
+	}
 }
 
 test_missing_snapshot_denies_in_production if {

@@ -1,13 +1,12 @@
-"""Which pages were written, which are resident, and what is in them — of another process.
+"""Which pages of another process were written, and which are resident.
 
-Order matters: scan and re-arm in one step, then read. A write that lands in between is reported by the next scan;
-the other order would lose it.
+Order matters: scan and re-arm in one step, then read (:mod:`snapshots.capture.reader`). A write that lands in between
+is reported by the next scan; the other order would lose it.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import secrets
 from types import TracebackType
@@ -15,18 +14,12 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from snapshots.capture import kernel
-from snapshots.capture.errors import AccessDeniedError, ProcessGoneError
-from snapshots.capture.vmas import reading, start_ticks
-from snapshots.model import PageSet, TrackerScan
+from snapshots.capture.reader import PageNumbers
+from snapshots.capture.vmas import Mapping, reading, start_ticks
+from snapshots.model import RegionKind, TrackerScan
 
-PageNumbers = npt.NDArray[np.uint64]
-
-# Pages per read and hash pass: 512 KiB, so that they are still in a cache when they are hashed. From 32 to 256 pages
-# the time is the same within 20 %.
-_BATCH_PAGES = 128
 # Runs fetched per PAGEMAP_SCAN: 96 KiB of buffer; 1 % dirty of 1 GiB takes one call.
 _RUNS_PER_SCAN = 4096
 # Classic pagemap entries (8 bytes a page) read at once where PAGEMAP_SCAN is missing: 2 MiB for 1 GiB of memory.
@@ -34,11 +27,12 @@ _ENTRIES_PER_READ = 1 << 18
 _ENTRY_RESIDENT = np.uint64(3 << 62)  # present, or swapped
 _ENTRY_FILE = np.uint64(1 << 61)
 
+_Runs = npt.NDArray[np.uint64]
 _NO_PAGES: PageNumbers = np.zeros(0, dtype=np.uint64)
-ZERO_PAGE_DIGEST = xxhash.xxh3_64_intdigest(bytes(kernel.PAGE_BYTES))
+_NO_RUNS: _Runs = np.zeros((0, 3), dtype=np.uint64)
 
 
-def _expand(runs: npt.NDArray[np.uint64]) -> PageNumbers:
+def _expand(runs: _Runs) -> PageNumbers:
     """``(n, 3)`` address runs to ascending page numbers."""
     first = runs[:, 0] >> np.uint64(kernel.PAGE_SHIFT)
     length = (runs[:, 1] - runs[:, 0]) >> np.uint64(kernel.PAGE_SHIFT)
@@ -107,10 +101,37 @@ class PagemapScanner:
                 raise
             return self._resident_by_entries(start, end, private_file=private_file)
 
+    def present_bytes(self, start: int, end: int, *, without_file: bool = False) -> int:
+        """Memory in ``[start, end)`` that is present, zero pages left out.
+
+        Args:
+            start: address.
+            end: address.
+            without_file: leave out pages that are a file's (costs a lookup per page: five times slower).
+
+        Raises:
+            OSError: ENOTTY where the kernel has no PAGEMAP_SCAN.
+        """
+        exclude = kernel.never_content() | (kernel.FILE if without_file else 0)
+        runs = self._scan_runs(start, end, require=kernel.PRESENT, exclude=exclude)
+        return int((runs[:, 1] - runs[:, 0]).sum())
+
     def _scan(
         self, start: int, end: int, *, require: int = 0, exclude: int = 0, any_of: int = 0, flags: int = 0
     ) -> PageNumbers:
-        parts: list[PageNumbers] = []
+        return _expand(self._scan_runs(start, end, require=require, exclude=exclude, any_of=any_of, flags=flags))
+
+    def _scan_runs(
+        self,
+        start: int,
+        end: int,
+        *,
+        require: int = 0,
+        exclude: int = 0,
+        any_of: int = 0,
+        flags: int = 0,
+    ) -> _Runs:
+        parts: list[_Runs] = []
         found = _RUNS_PER_SCAN
         while start < end and found == _RUNS_PER_SCAN:
             found = kernel.pagemap_scan(
@@ -125,9 +146,9 @@ class PagemapScanner:
                 vec_len=_RUNS_PER_SCAN,
             )
             if found:
-                parts.append(_expand(self._runs[:found]))
+                parts.append(self._runs[:found].copy())
                 start = int(self._runs[found - 1, 1])
-        return np.concatenate(parts) if parts else _NO_PAGES
+        return np.concatenate(parts) if parts else _NO_RUNS
 
     def _resident_by_entries(self, start: int, end: int, *, private_file: bool) -> PageNumbers:
         """The same from the classic pagemap, 8 bytes a page: kernels before 6.7."""
@@ -147,6 +168,9 @@ class WriteTracker(PagemapScanner):
     """Counts the scans of one armed process, so that a diff knows which writes lie between two captures.
 
     Every capture with this tracker marks the written pages clean, so one process has one tracker.
+
+    Attributes:
+        kinds: of the mapped files, as ``smaps`` last told them: see :mod:`snapshots.capture.listing`.
     """
 
     def __init__(self, pid: int) -> None:
@@ -157,6 +181,7 @@ class WriteTracker(PagemapScanner):
         """
         super().__init__(pid)
         self.start_ticks = start_ticks(pid)
+        self.kinds: dict[Mapping, RegionKind] = {}
         self._session = secrets.token_hex(4)
         self._scans = 0
 
@@ -164,92 +189,3 @@ class WriteTracker(PagemapScanner):
         """Begin the next scan."""
         self._scans += 1
         return TrackerScan(self._session, self._scans)
-
-
-class PageReader:
-    """Reads pages of another process and hashes each. Not thread-safe."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        # Page-aligned: the kernel copies into a buffer that is off by 16 bytes (numpy's own) at half the speed.
-        self._memory = mmap.mmap(-1, _BATCH_PAGES * kernel.PAGE_BYTES)
-        self._buffer = np.frombuffer(self._memory, dtype=np.uint8)
-        view = memoryview(self._memory)
-        # Sliced once: making a view per page costs as much as hashing the page.
-        self._views = [view[at : at + kernel.PAGE_BYTES] for at in range(0, len(view), kernel.PAGE_BYTES)]
-
-    def digest(self, numbers: PageNumbers) -> tuple[PageSet, int]:
-        """Read and hash pages, given in ascending order.
-
-        Returns:
-            The pages that could be read, and how many could not (unmapped meanwhile, or not readable).
-
-        Raises:
-            ProcessGoneError: the process ended.
-            AccessDeniedError: the kernel refused.
-        """
-        digests: list[bytes] = []
-        unread = self._digest(numbers, digests)
-        if unread:
-            numbers = numbers[np.isin(np.arange(len(numbers)), unread, invert=True)]
-        packed = np.frombuffer(b"".join(digests), dtype=">u8").astype("<u8")
-        return PageSet(numbers.astype("<u8").tobytes(), packed.tobytes()), len(unread)
-
-    def _digest(self, numbers: PageNumbers, digests: list[bytes]) -> list[int]:
-        """Append the digest of every readable page; returns the indices of the others."""
-        unread: list[int] = []
-        iov, first = _plan_batches(numbers)
-        for batch, begin in enumerate(range(0, len(numbers), _BATCH_PAGES)):
-            pages = min(_BATCH_PAGES, len(numbers) - begin)
-            ranges = iov[first[batch] : first[batch + 1]]
-            read = self._read(ranges, pages)
-            digests.extend(map(xxhash.xxh3_64_digest, self._views[:read]))
-            if read < pages:  # rare: skip the rest of the range that can't be read, and take the rest anew
-                ends = np.cumsum(ranges[:, 1] >> np.uint64(kernel.PAGE_SHIFT))
-                rest = begin + int(ends[np.searchsorted(ends, read, side="right")])
-                unread.extend(range(begin + read, rest))
-                unread += [rest + index for index in self._digest(numbers[rest : begin + pages], digests)]
-        return unread
-
-    def _read(self, iov: npt.NDArray[np.uint64], pages: int) -> int:
-        """Read one batch into the buffer; returns how many of its pages came before the first unreadable one."""
-        local = self._buffer.ctypes.data
-        try:
-            copied = kernel.process_vm_readv(self.pid, local, pages * kernel.PAGE_BYTES, iov.ctypes.data, len(iov))
-        except ProcessLookupError as error:
-            raise ProcessGoneError(self.pid, "it ended while being read") from error
-        except PermissionError as error:
-            raise AccessDeniedError(self.pid, str(error)) from error
-        except OSError as error:
-            if error.errno != errno.EFAULT:
-                raise
-            return 0
-        return copied >> kernel.PAGE_SHIFT
-
-
-def _plan_batches(numbers: PageNumbers) -> tuple[npt.NDArray[np.uint64], list[int]]:
-    """Remote ranges of ascending pages, no range crossing a batch.
-
-    Returns:
-        ``(ranges, 2)`` of start address and length in bytes; and per batch the index of its first range, closed by
-        the number of ranges.
-    """
-    starts_range = np.ones(len(numbers), dtype=np.bool_)
-    starts_range[1:] = np.diff(numbers) != 1
-    starts_range[::_BATCH_PAGES] = True
-    begin = np.flatnonzero(starts_range)
-    iov = np.empty((len(begin), 2), dtype=np.uint64)
-    iov[:, 0] = numbers[begin] << np.uint64(kernel.PAGE_SHIFT)
-    iov[:, 1] = np.diff(np.append(begin, len(numbers))).astype(np.uint64) << np.uint64(kernel.PAGE_SHIFT)
-    first = np.searchsorted(begin, np.arange(0, len(numbers), _BATCH_PAGES))
-    return iov, [*first.tolist(), len(begin)]
-
-
-def without_zero_pages(pages: PageSet) -> PageSet:
-    """Drop all-zero pages: absent private memory reads as zeros, so both must compare equal."""
-    digests = np.frombuffer(pages.digests, dtype="<u8")
-    keep = digests != np.uint64(ZERO_PAGE_DIGEST)
-    if keep.all():
-        return pages
-    numbers = np.frombuffer(pages.numbers, dtype="<u8")
-    return PageSet(numbers[keep].tobytes(), digests[keep].tobytes())

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from snapshots.capture.blind_spots import BlindSpots, children, device_writes
 from snapshots.capture.errors import CaptureError, ProcessGoneError
-from snapshots.capture.pages import PagemapScanner, PageReader, WriteTracker, without_zero_pages
-from snapshots.capture.vmas import Mapping, Usage, read_anonymous_bytes, read_maps, read_smaps, reading, start_ticks
+from snapshots.capture.kernel import PAGE_SHIFT
+from snapshots.capture.listing import Listing, list_regions
+from snapshots.capture.pages import PagemapScanner, WriteTracker
+from snapshots.capture.reader import PageDigests, PageNumbers, PageReader, page_set, without_zero_pages
+from snapshots.capture.shared import data_offsets, open_backing, readable_in_full
+from snapshots.capture.vmas import Mapping, Usage, read_anonymous_bytes, read_maps, reading, start_ticks
 from snapshots.growth import MemorySample
-from snapshots.model import Confidence, Gap, Method, PageSet, ProcessSnapshot, Region
+from snapshots.model import PAGE_BYTES, Confidence, Gap, Method, PageSet, ProcessSnapshot, Region
 
 _NO_PAGES = PageSet()
+_NONE: PageNumbers = np.zeros(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """How a region's content was established, and the pages that were read."""
+    """How a region's content is established.
+
+    Attributes:
+        numbers: pages to read from the process, ascending.
+        pages: pages that were read already (from the file behind a shared mapping).
+        drop_zeros: an absent page reads as zeros here, so pages of zeros are left out.
+        unread: pages that could not be read.
+    """
 
     method: Method
     confidence: Confidence
-    pages: PageSet = _NO_PAGES
     reason: str = ""
+    numbers: PageNumbers = field(default_factory=lambda: _NONE)
+    pages: PageSet = _NO_PAGES
+    drop_zeros: bool = False
     unread: int = 0
 
 
@@ -33,53 +49,97 @@ def _without_reading(mapping: Mapping, usage: Usage) -> _Content | None:
         return _Content("none", "exact")
     if mapping.kind == "device":
         return _Content("none", "blind", reason="device memory: not readable from outside, written by the device")
-    if mapping.kind == "shared" and not mapping.writable:
-        return _Content("file_backed", "conservative", reason="shared file: another process may write it")
+    if not mapping.private and not mapping.writable and not readable_in_full(mapping):
+        return _Content("file_backed", "conservative", reason="large shared file: another process may write it")
     if mapping.kind == "file" and not mapping.writable and not usage.anonymous_bytes:
         return _Content("file_backed", "exact")
-    if "r" not in mapping.perms and not usage.rss_bytes and not usage.swap_bytes:
+    if mapping.private and "r" not in mapping.perms and not usage.rss_bytes and not usage.swap_bytes:
         return _Content("none", "exact")  # reserved address space
     return None
 
 
 class _Capture:
-    """One pass over the regions of one process."""
+    """One pass over the regions of one process: scan them all, then read what they need in as few calls as possible."""
 
-    def __init__(self, pid: int, scanner: PagemapScanner, *, tracked: bool) -> None:
+    def __init__(self, pid: int, scanner: PagemapScanner, blind: BlindSpots, *, tracked: bool) -> None:
+        self._pid = pid
         self._scanner = scanner
+        self._blind = blind
         self._tracked = tracked
         self._reader = PageReader(pid)
 
-    def content(self, mapping: Mapping, usage: Usage) -> _Content:
-        """Establish the content of one region by the best method it allows."""
+    def contents(self, listed: Listing) -> list[_Content]:
+        """The content of every region, by the best method each allows."""
+        planned = [self._plan(mapping, usage) for mapping, usage in listed]
+        numbers = np.concatenate([content.numbers for content in planned]) if planned else _NONE
+        found = self._reader.digest(numbers)
+        read: list[_Content] = []
+        at = 0
+        for content in planned:
+            end = at + len(content.numbers)
+            part = PageDigests(found.digests[at:end], found.readable[at:end])
+            at = end
+            read.append(_with_pages(content, part) if len(content.numbers) else content)
+        return read
+
+    def _plan(self, mapping: Mapping, usage: Usage) -> _Content:
         settled = _without_reading(mapping, usage)
         if settled is not None:
             return settled
-        if self._tracked and "uw" in usage.flags and mapping.private:
+        if not mapping.private:
+            return self._shared(mapping, usage)
+        device_writes = self._blind.touch(mapping.start, mapping.end)
+        if self._tracked and not device_writes:
             tracked = self._written(mapping)
             if tracked is not None:
                 return tracked
-        return self._hashed(mapping, usage)
+        numbers = self._resident(mapping, usage)
+        # In a private file mapping an absent page is the file's own, not zeros.
+        return _Content("page_hash", "exact", numbers=numbers, drop_zeros=mapping.kind != "file")
 
     def _written(self, mapping: Mapping) -> _Content | None:
         assert isinstance(self._scanner, WriteTracker)
         numbers = self._scanner.written(mapping.start, mapping.end, private_file=mapping.kind == "file")
-        if numbers is None:  # remapped between listing and scanning
+        if numbers is None:  # not armed
             return None
-        pages, unread = self._reader.digest(numbers)
-        return _Content("write_tracking", "exact", pages, unread=unread)
+        return _Content("write_tracking", "exact", numbers=numbers)
 
-    def _hashed(self, mapping: Mapping, usage: Usage) -> _Content:
-        pages, unread = _NO_PAGES, 0
-        if usage.rss_bytes or usage.swap_bytes:
-            numbers = self._scanner.resident(mapping.start, mapping.end, private_file=mapping.kind == "file")
-            pages, unread = self._reader.digest(numbers)
-        if mapping.kind == "shared":
-            reason = "shared memory: pages that only other processes touched are not seen"
-            return _Content("page_hash", "conservative", pages, reason, unread)
-        if mapping.kind != "file":  # there an absent page is the file's own, not zeros
-            pages = without_zero_pages(pages)
-        return _Content("page_hash", "exact", pages, unread=unread)
+    def _resident(self, mapping: Mapping, usage: Usage) -> PageNumbers:
+        if not usage.rss_bytes and not usage.swap_bytes:
+            return _NONE
+        private_file = mapping.private and mapping.kind == "file"
+        return self._scanner.resident(mapping.start, mapping.end, private_file=private_file)
+
+    def _shared(self, mapping: Mapping, usage: Usage) -> _Content:
+        """All of the memory behind a shared mapping; where it can't be opened, what this process has touched of it."""
+        if readable_in_full(mapping) and (pages := self._backing_pages(mapping)) is not None:
+            return _Content("page_hash", "exact", pages=pages)
+        numbers = self._resident(mapping, usage)
+        if len(numbers) * PAGE_BYTES >= mapping.end - mapping.start:
+            return _Content("page_hash", "exact", numbers=numbers, drop_zeros=True)
+        reason = "shared memory: pages that only other processes touched are not seen"
+        return _Content("page_hash", "blind", reason, numbers, drop_zeros=True)
+
+    def _backing_pages(self, mapping: Mapping) -> PageSet | None:
+        """The pages of the file behind a mapping that are not all zeros; None where it can't be read."""
+        fd = open_backing(self._pid, mapping)
+        if fd is None:
+            return None
+        try:
+            offsets = data_offsets(fd, mapping.offset, mapping.offset + mapping.end - mapping.start)
+            found = self._reader.digest_file(fd, offsets)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        numbers = ((offsets - mapping.offset + mapping.start) >> PAGE_SHIFT).astype(np.uint64)
+        return without_zero_pages(page_set(numbers, found))
+
+
+def _with_pages(content: _Content, found: PageDigests) -> _Content:
+    pages = page_set(content.numbers, found)
+    unread = len(content.numbers) - len(pages)
+    return replace(content, pages=without_zero_pages(pages) if content.drop_zeros else pages, unread=unread)
 
 
 def _region(mapping: Mapping, usage: Usage, content: _Content) -> Region:
@@ -114,44 +174,12 @@ def _settle_unread(region: Region, unread: int, still: tuple[Mapping, ...]) -> t
     return replace(region, confidence="conservative", reason=reason), None
 
 
-def _registered_buffers(pid: int, fd: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/fdinfo/{fd}", encoding="ascii", errors="replace") as info:  # noqa: PTH123
-            for line in info:
-                key, _, value = line.partition(":")
-                if key == "UserBufs":
-                    return int(value) > 0
-    except OSError:
-        return False  # closed meanwhile
-    return False
-
-
-def _device_write_gaps(pid: int) -> Iterator[Gap]:
-    """Devices that write into pinned private pages leave no mark: name what could do so."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        names = os.listdir(folder)  # noqa: PTH208 - names only, no Path per descriptor
-    except OSError as error:
-        yield Gap("descriptors", f"can't be listed ({error.strerror}): device writes can't be ruled out", blind=True)
-        return
-    for name in names:
-        try:
-            target = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - as above
-        except OSError:
-            continue  # closed meanwhile
-        if target == "anon_inode:[io_uring]" and _registered_buffers(pid, name):
-            yield Gap(f"io_uring:{name}", "writes through its registered buffers are not seen", blind=True)
-        elif target.startswith("/dev/infiniband/"):
-            yield Gap(target, "RDMA writes into registered memory are not seen", blind=True)
-
-
-def _read_regions(
-    pid: int, listed: tuple[tuple[Mapping, Usage], ...], capture: _Capture
-) -> tuple[tuple[Region, ...], tuple[Gap, ...]]:
-    read: list[tuple[Region, int]] = []
-    for mapping, usage in listed:
-        content = capture.content(mapping, usage)
-        read.append((_region(mapping, usage, content), content.unread))
+def _read_regions(pid: int, listed: Listing, capture: _Capture) -> tuple[tuple[Region, ...], tuple[Gap, ...]]:
+    contents = capture.contents(listed)
+    read = [
+        (_region(mapping, usage, content), content.unread)
+        for (mapping, usage), content in zip(listed, contents, strict=True)
+    ]
     # Listed again only after the last read: a mapping may vanish at any time before.
     still = read_maps(pid) if any(unread for _, unread in read) else ()
     settled = [_settle_unread(region, unread, still) if unread else (region, None) for region, unread in read]
@@ -181,16 +209,17 @@ def capture_process(pid: int, role: str, *, tracker: WriteTracker | None = None)
     if tracker is not None and (tracker.pid, tracker.start_ticks) != (pid, began):
         raise ProcessGoneError(pid, "the tracker was opened for another process")
     scan = tracker.next_scan() if tracker is not None else None
-    listed = read_smaps(pid)
+    listed = list_regions(pid, tracker)
     scanner = tracker if tracker is not None else PagemapScanner(pid)
     try:
         with reading(pid):
-            capture = _Capture(pid, scanner, tracked=tracker is not None)
+            blind = device_writes(pid)
+            capture = _Capture(pid, scanner, blind, tracked=tracker is not None)
             regions, gaps = _read_regions(pid, listed, capture)
     finally:
         if tracker is None:
             scanner.close()
-    gaps += tuple(_device_write_gaps(pid))
+    gaps += (*blind.gaps, *children(pid))
     # A process that died midway reads as if it had no memory: only this check tells.
     if start_ticks(pid) != began:
         raise ProcessGoneError(pid, "its pid now belongs to another process")

@@ -10,7 +10,8 @@ What stays outside, and how it shows:
   a capture hashes it in full;
 - shared mappings: another process's writes bypass this one's page tables, so they are never registered;
 - hugetlb: tracked in 2 MiB units only, so not registered;
-- writes by devices into pinned pages (io_uring registered buffers, RDMA): invisible; a capture reports the gap;
+- writes by devices into pinned pages: invisible. A capture names the gap, and hashes the regions of io_uring's
+  registered buffers in full; RDMA, and a direct read (O_DIRECT) that is under way during a scan, it can't place;
 
 Pages given back with MADV_DONTNEED read as zeros from then on, and are reported as written.
 A transparent huge page is split by its first tracked write: memory access gets slower, never wrong.

@@ -7,7 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from snapshots.capture.errors import AccessDeniedError, CaptureError, ProcessGoneError
 from snapshots.model import RegionKind
@@ -22,13 +22,20 @@ _SMAPS_FIELDS = frozenset(("Rss", "Pss", "Anonymous", "Swap"))  # in KiB
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One mapping as ``maps`` lists it. ``end`` is exclusive."""
+    """One mapping as ``maps`` lists it. ``end`` is exclusive.
+
+    Attributes:
+        offset: of ``start`` in the file, in bytes.
+        inode: of the file on its device; 0 for memory without one.
+    """
 
     start: int
     end: int
     perms: str
     name: str
     kind: RegionKind
+    offset: int = 0
+    inode: int = 0
 
     @property
     def private(self) -> bool:
@@ -106,7 +113,15 @@ def _mapping(line: str) -> Mapping:
     fields = line.split(maxsplit=5)
     start, _, end = fields[0].partition("-")
     name = fields[5].rstrip() if len(fields) > 5 else ""  # noqa: PLR2004 - the sixth field is the name
-    return Mapping(int(start, 16), int(end, 16), fields[1], name, kind_of(fields[1], name))
+    return Mapping(
+        start=int(start, 16),
+        end=int(end, 16),
+        perms=fields[1],
+        name=name,
+        kind=kind_of(fields[1], name),
+        offset=int(fields[2], 16),
+        inode=int(fields[4]),
+    )
 
 
 def parse_maps(text: str) -> tuple[Mapping, ...]:
@@ -144,7 +159,7 @@ def _with_flags(mapping: Mapping, flags: frozenset[str]) -> Mapping:
         kind = "hugetlb"
     elif flags & {"io", "pf"} and kind != "special":
         kind = "device"
-    return Mapping(mapping.start, mapping.end, mapping.perms, mapping.name, kind)
+    return replace(mapping, kind=kind)
 
 
 def read_maps(pid: int) -> tuple[Mapping, ...]:
@@ -206,6 +221,15 @@ def read_anonymous_bytes(pid: int) -> int:
         return sum(_read_figures(pid, "status", frozenset(("RssAnon", "VmSwap"))).values()) * _KIB
     usage = read_usage(pid)
     return usage.anonymous_bytes + usage.swap_bytes
+
+
+def read_swap_bytes(pid: int) -> int:
+    """Memory of a process that is swapped out.
+
+    Raises:
+        CaptureError: see :func:`reading`.
+    """
+    return _read_figures(pid, "status", frozenset(("VmSwap",)))["VmSwap"] * _KIB
 
 
 def start_ticks(pid: int) -> int:

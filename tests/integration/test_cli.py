@@ -130,5 +130,6 @@ def test_snapshot_reads_another_process(tmp_path: Path) -> None:
         child.communicate(b"\n")
     assert done.returncode == ExitCode.OK, done.stderr
     data = json.loads(done.stdout)
-    assert data["pid"] == child.pid
-    assert any(region["label"].startswith("[heap]") for region in data["regions"])
+    process = data["processes"]["process"]
+    assert process["pid"] == child.pid
+    assert any(region["label"].startswith("[heap]") for region in process["regions"])

@@ -15,9 +15,10 @@ import pytest
 from snapshots.capture import process as process_module
 from snapshots.capture import uffd
 from snapshots.capture.errors import CaptureError, ProcessGoneError
-from snapshots.capture.pages import PagemapScanner, PageNumbers, WriteTracker
+from snapshots.capture.pages import PagemapScanner, WriteTracker
 from snapshots.capture.probe import probe
 from snapshots.capture.process import capture_process, sample_memory
+from snapshots.capture.reader import PageNumbers
 from snapshots.capture.vmas import Mapping, Usage, read_smaps
 from snapshots.diff import ProcessDiff, diff_process
 from snapshots.growth import GrowthEstimate, MemorySample, estimate_growth
@@ -263,21 +264,6 @@ def test_hashing_a_page_of_zeros_equals_an_absent_one(child: Child) -> None:
     assert event_bytes(diff_process(before, after), base, "changed") == PAGE_BYTES
 
 
-@tracking
-def test_shared_memory_is_hashed_and_conservative(child: Child) -> None:
-    child.run("m = mmap.mmap(-1, 8 * 4096); m[:] = b'x' * (8 * 4096); q = (ctypes.c_char * 1).from_buffer(m)")
-    base = int(child.run("r = ctypes.addressof(q)"))
-    child.run("arm_self()")
-    with WriteTracker(child.pid) as tracker:
-        before = capture_process(child.pid, "engine", tracker=tracker)
-        child.run("m[5 * 4096] = 7")
-        after = capture_process(child.pid, "engine", tracker=tracker)
-    region = region_at(after, base)
-    assert (region.kind, region.method, region.confidence) == ("shared", "page_hash", "conservative")
-    assert "other processes" in region.reason
-    assert event_bytes(diff_process(before, after), base, "changed") == PAGE_BYTES
-
-
 def test_resident_but_unreadable_memory_is_blind(child: Child) -> None:
     base = int(child.run("b = new(12); put(b, range(12), 1); r = b"))
     child.run("libc.mprotect(ctypes.c_void_p(b), ctypes.c_size_t(12 * 4096), 0)")
@@ -301,14 +287,14 @@ def test_overwritten_code_shows_as_changed_read_only_file(child: Child) -> None:
 
 
 @pytest.mark.parametrize("reap", [True, False], ids=["reaped", "zombie"])
-@pytest.mark.parametrize("stage", ["read_smaps", "_device_write_gaps"], ids=["after listing", "at the end"])
+@pytest.mark.parametrize("stage", ["list_regions", "children"], ids=["after listing", "at the end"])
 def test_process_dying_during_the_capture(
     child: Child, stage: str, reap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = getattr(process_module, stage)
 
-    def step_then_death(pid: int) -> tuple[object, ...]:
-        done = tuple(step(pid))
+    def step_then_death(pid: int, *more: object) -> tuple[object, ...]:
+        done = tuple(step(pid, *more))
         child.popen.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | (0 if reap else os.WNOWAIT))
         return done
@@ -334,7 +320,7 @@ def test_region_vanishing_between_listing_and_reading(child: Child, monkeypatch:
     base = int(child.run("b = new(16); put(b, range(16), 1); c = new(600); put(c, range(600), 1); r = b"))
     other = int(child.run("r = c"))
 
-    def listing_then_unmap(pid: int) -> tuple[tuple[Mapping, Usage], ...]:
+    def listing_then_unmap(pid: int, _tracker: None) -> tuple[tuple[Mapping, Usage], ...]:
         listed = read_smaps(pid)
         # Present when scanned, gone when read: only half of the second region vanishes.
         child.run("libc.munmap(ctypes.c_void_p(c + 300 * 4096), ctypes.c_size_t(300 * 4096))")
@@ -347,27 +333,13 @@ def test_region_vanishing_between_listing_and_reading(child: Child, monkeypatch:
                 child.run("libc.munmap(ctypes.c_void_p(b), ctypes.c_size_t(16 * 4096))")
             return np.arange(start >> 12, end >> 12, dtype=np.uint64) if start == other else found
 
-    monkeypatch.setattr(process_module, "read_smaps", listing_then_unmap)
+    monkeypatch.setattr(process_module, "list_regions", listing_then_unmap)
     monkeypatch.setattr(process_module, "PagemapScanner", LateUnmap)
     snapshot = capture_process(child.pid, "engine")
     assert not any(r.start == base for r in snapshot.regions)
     assert any("unmapped" in gap.reason and not gap.blind for gap in snapshot.gaps)
     half = region_at(snapshot, other)
     assert (half.confidence, len(half.pages)) == ("conservative", 300)
-
-
-def test_registered_io_uring_buffers_are_a_blind_gap(child: Child) -> None:
-    child.run("p = ctypes.create_string_buffer(120); u = libc.syscall(425, 4, p); r = u")
-    if int(child.run("r = u")) < 0:
-        pytest.skip("io_uring is disabled here")
-    assert not capture_process(child.pid, "engine").gaps
-    base = int(child.run("b = new(1); put(b, [0], 1); r = b"))
-    child.run("v = (ctypes.c_size_t * 2)(b, 4096)")
-    assert child.run("r = libc.syscall(427, u, 0, v, 1)") == "0"
-    (gap,) = capture_process(child.pid, "engine").gaps
-    assert gap.blind
-    assert gap.subject.startswith("io_uring:")
-    assert base
 
 
 def test_classic_pagemap_agrees_with_the_scan(child: Child) -> None:

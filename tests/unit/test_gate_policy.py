@@ -89,6 +89,7 @@ def test_with_data_merges_and_leaves_the_original(folder: Path) -> None:
         {"clock_skew_s": -1},
         {"environments": {"prod": {"domains": [], "levels": {}}}},
         {"environments": {"lab": None}},
+        {"environments": {"lab": {"levels": {"memory_unknown": "pass"}}}},
         {"identities": [{"domain": "public", "issuer": "i", "identity": "", "channels": ["stable"]}]},
         {"identities": [{"domain": "public", "issuer": "i", "identity": "a", "channels": []}]},
         {"identities": [{"domain": "public", "identity": "a", "channels": ["stable"]}]},

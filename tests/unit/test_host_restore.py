@@ -133,6 +133,45 @@ def test_an_engine_that_cannot_go_back_is_replaced(host: EngineHost, pair: Pair,
     assert dict(restored.replaced) == {"engine": f"it says {code}"}
 
 
+def test_after_the_exchange_back_the_generation_is_made_what_was_committed(host: EngineHost, pair: Pair) -> None:
+    on_probation(host, pair)
+    pair.now["front"].active = 1  # it follows what the engine says
+    asked: list[int] = []
+
+    def repair(generation: int) -> tuple[str, ...]:
+        asked.append(generation)
+        assert pair.now["engine"].active == 1, "first line first: it serves already"
+        return ("w",)
+
+    restored = host.restore(lambda: COMMITTED, repair=repair)
+    assert (asked, restored.repaired, pair.replaced) == ([1], ("w",), [])
+    host.restore(lambda: COMMITTED, repair=repair)
+    assert asked == [1], "nothing was exchanged"
+
+
+def test_an_exchange_back_that_fails_is_tried_again_once_stored_tensors_are_back(host: EngineHost, pair: Pair) -> None:
+    on_probation(host, pair)
+    pair.now["front"].active = 1  # it follows what the engine says
+    pair.now["engine"].refuse = {Swap: ["not_ready"]}
+    restored = host.restore(lambda: COMMITTED, repair=lambda _: ("w",))
+    assert (restored.repaired, restored.exchange, pair.replaced) == (("w",), {"mode": "carry"}, [])
+
+
+@pytest.mark.parametrize("codes", [[], ["not_ready"], ["not_ready", "not_ready"]])
+def test_when_the_second_line_fails_too_the_engine_is_replaced(host: EngineHost, pair: Pair, codes: list[str]) -> None:
+    on_probation(host, pair)
+    pair.now["engine"].refuse = {Swap: codes}
+
+    def repair(_generation: int) -> tuple[str, ...]:
+        if len(codes) == 1:
+            return ("w",)  # and the exchange fails once more
+        raise PatchctlError(code="restore.no_snapshot", what="not put back", why="no snapshot is stored")
+
+    restored = host.restore(lambda: COMMITTED, repair=repair)
+    assert pair.replaced == [("engine",)]
+    assert list(restored.replaced) == ["engine"]
+
+
 def test_an_engine_that_goes_back_by_itself_is_let(host: EngineHost, pair: Pair) -> None:
     on_probation(host, pair)
     pair.now["engine"].refuse = {Swap: ["swap_pending", "swap_pending", "already_active"]}

@@ -22,6 +22,7 @@ from snapshots.model import (
     Region,
     TensorState,
 )
+from snapshots.noise import IdleNoise
 from snapshots.verdict import (
     OUTCOME_OF,
     DeclaredEffects,
@@ -109,6 +110,16 @@ def test_undeclared_tensor_change_between_builds_rolls_back(tensor: TensorState 
     assert finding.subject == "tensor model.embed"
     assert "undeclared change" in finding.what
     assert finding.before != finding.after
+
+
+def test_a_buffer_computed_from_the_configuration_may_differ_between_builds_and_never_while_resident() -> None:
+    old, new = (replace(one, derived=True) for one in (_W, _V))
+    first, second = with_tensor(_OLD, "buffers.cos", old), with_tensor(_NEW, "buffers.cos", new)
+    assert judged(host(1, first, second), host(2, first, second)).outcome == "commit"
+    spoiled = with_tensor(second, "buffers.cos", replace(old, digest="cc" * 16))
+    assert judged(host(1, first, second), host(2, first, spoiled)).outcome == "rollback"
+    stored = with_tensor(_NEW, "buffers.cos", _V)
+    assert judged(host(1, first, stored), host(2, first, stored)).outcome == "rollback"
 
 
 def test_undeclared_new_tensor_rolls_back() -> None:
@@ -267,6 +278,26 @@ def test_steps_are_stated() -> None:
     verdict = judged(growth=grown(flat(), flat(steps=(Step(7, 12 << 20),))))
     assert verdict.outcome == "commit"
     assert "rose once by 12.0 MiB" in only(verdict, "expected").what
+
+
+@pytest.mark.parametrize(
+    ("idle_bytes", "after", "effect"),
+    [
+        (0, flat(), "unchanged"),
+        (10**9, flat(), "unchanged"),
+        (0, _LEAK, "growth"),
+        (flat().requests * (16 << 10) - 8192 * flat().requests, _LEAK, "growth"),
+        (flat().requests * (16 << 10), _LEAK, "unknown"),
+        (flat().requests * (16 << 10), flat(64 << 10), "growth"),
+    ],
+)
+def test_noise_of_the_idle_process_turns_growth_into_unknown_and_never_excuses_it(
+    idle_bytes: int, after: GrowthEstimate, effect: Effect
+) -> None:
+    evidence = GrowthEvidence(flat(), after, IdleNoise(idle_bytes, 3))
+    verdict = judged(growth={**_QUIET, "front": evidence})
+    finding = next(f for f in verdict.findings if f.subject == "memory per request of front")
+    assert (finding.effect, verdict.outcome) == (effect, OUTCOME_OF[effect])
 
 
 def test_a_role_that_was_not_sampled_holds() -> None:

@@ -89,9 +89,11 @@ def test_device_memory_is_blind_and_mapped_files_need_no_reading() -> None:
     clean = _without_reading(parse_maps("1000-2000 r-xp 0 fe:00 9 /lib/a.so")[0], device[1])
     assert clean is not None
     assert (clean.method, clean.confidence) == ("file_backed", "exact")
-    shared = _without_reading(parse_maps("1000-2000 r--s 0 fe:00 9 /cache")[0], device[1])
-    assert shared is not None
-    assert shared.confidence == "conservative"
+    assert _without_reading(parse_maps("1000-2000 r--s 0 fe:00 9 /cache")[0], device[1]) is None  # it is read
+    weights = _without_reading(parse_maps("1000-8000000 r--s 0 fe:00 9 /weights")[0], device[1])
+    assert weights is not None
+    assert (weights.method, weights.confidence) == ("file_backed", "conservative")
+    assert _without_reading(parse_maps("1000-8000000 r--s 0 00:01 9 /memfd:state")[0], device[1]) is None
 
 
 def test_listings_agree_about_this_process() -> None:
