@@ -64,7 +64,7 @@ def open_package(importer: Importer = importlib.import_module) -> Package:
 def _import_error(error: Exception) -> PackageMissingError | DeviceMissingError | PackageUnusableError:
     if isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm":
         return PackageMissingError(
-            "tensorrt_llm is not installed; install patchctl[tensorrt] with NVIDIA's index"
+            "tensorrt_llm is not installed; install patchctl[tensorrt] from NVIDIA's package index"
         )
     if any(word in str(error).lower() for word in _DRIVER_WORDS):
         return DeviceMissingError(f"tensorrt_llm found no GPU driver: {error}")
