@@ -10,6 +10,7 @@ from tests.benchmarks.figures import Figure, Report
 from tests.benchmarks.snapshot_overhead import measure_overhead
 from tests.benchmarks.snapshot_pages import PagesOptions, measure_pages
 from tests.benchmarks.snapshot_state import measure_state
+from tests.benchmarks.snapshot_store import measure_store
 
 _SIZES_GIB = (1.0, 4.0)
 _DIRTY = (0.001, 0.01, 0.03)
@@ -17,6 +18,7 @@ _PAGE_ROUNDS = 100
 _STATE_MIB = 1024
 _STATE_ROUNDS = 9
 _OVERHEAD_ROUNDS = 40
+_STORE_MIB, _STORE_ROUNDS = 512, 5
 # The target process, the limits' buffers and this process; the rest is other people's.
 _SPARE_BYTES = 3 << 30
 # The issue's bounds for 4 GiB with 1 % written.
@@ -52,6 +54,13 @@ def run(bench: Bench) -> Report:
     if overhead is not None:
         armed, plain = overhead["armed_ms"], overhead["plain_ms"]
         figures.append(Figure("CPU of serving, armed", armed, "ms", "not armed", plain, at_most=1.05))
+    bench.tell("snapshots: the store")
+    data["store"] = store = measure_store(_STORE_MIB, _STORE_ROUNDS)
+    figures += [
+        Figure("first snapshot stored", store["first_ms"], "ms", "reading alone", store["read_ms"]),
+        Figure("second, identical", store["second_ms"], "ms", "reading alone", store["read_ms"]),
+        Figure("new bytes of it", store["second_new_bytes"], "B", "content", store["content_bytes"], at_most=0.0),
+    ]
     return Report(figures, data)
 
 
